@@ -1,0 +1,1 @@
+"""The process beside the training ranks: receives frames, reduces them, exports metrics, runs the controller."""

@@ -1,0 +1,35 @@
+"""fp8watch keeps FP8 training runs healthy while they run.
+
+`import fp8watch` is lazy (PEP 562): neither torch nor anything of the agent is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8watch.attach import attach
+    from fp8watch.checkpoints import Checkpoints
+    from fp8watch.errors import Halted
+    from fp8watch.watch import Watch
+
+__version__ = "0.1.0"
+__all__ = ["Checkpoints", "Halted", "Watch", "__version__", "attach"]
+
+_HOME = {
+    "attach": "fp8watch.attach",
+    "Checkpoints": "fp8watch.checkpoints",
+    "Halted": "fp8watch.errors",
+    "Watch": "fp8watch.watch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,39 @@
+"""What can be changed in a framework's FP8 modules while they run: the writing twin of `Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Fp8Controls(Protocol):
+    """Precision and scales of named modules, in place, between optimizer steps."""
+
+    name: str
+
+    def modules(self) -> Sequence[str]:
+        """Qualified names of the FP8 modules, whatever precision they run in now."""
+
+    def set_high_precision(self, modules: Sequence[str], *, high_precision: bool) -> None:
+        """Run these modules in BF16 (or back in FP8 with scales made from the amax seen meanwhile)."""
+
+    def ran_high_precision(self, modules: Sequence[str]) -> list[bool | None]:
+        """What each module really did in its last forward; None: it has not run since the switch."""
+
+    def repair_scales(self, tensors: Sequence[str]) -> dict[str, float]:
+        """Purge poisoned amax windows of `module:tensor` and set scales from clean amax; the scales set."""
+
+    def scales(self, tensors: Sequence[str]) -> dict[str, float]:
+        """Scales in force, by `module:tensor`."""
+
+    def margin(self) -> float | None:
+        """Head-room of the live recipe in powers of two; None where the recipe has none."""
+
+    def set_margin(self, margin: float) -> None:
+        """Mutate the live recipe object."""
+
+    def state_dict(self) -> dict[str, object]:
+        """FP8 state that the model's own state_dict does not hold (tensors and plain values only)."""
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Restore it in place."""

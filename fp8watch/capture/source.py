@@ -1,0 +1,50 @@
+"""Where per-tensor numbers come from: one source a framework.
+
+A source is asked once an optimizer step, at the boundary, on the training thread. It hands out device tensors
+and never synchronises; `fp8watch.capture.ring` copies them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from fp8watch.records import TensorColumn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One step of a source: 1-D tensors in the order of `Source.columns()`, on any device.
+
+    `values` keys and dtypes are those of `fp8watch.records.StepFrame.columns`; `valid` (bool, same length) may
+    be left out where everything was observed. The tensors may be overwritten after the call that follows.
+    """
+
+    values: dict[str, torch.Tensor]
+    valid: dict[str, torch.Tensor] = field(default_factory=dict)
+    updates_forward: int = 1
+    updates_backward: int = 1
+
+
+class Source(Protocol):
+    """Reads one framework's FP8 state."""
+
+    name: str
+
+    def columns(self) -> Sequence[TensorColumn]:
+        """The tensors in order, with the recipe as it is now; a changed answer makes a new layout."""
+
+    def not_observable(self) -> Sequence[str]:
+        """`module: reason` for every FP8 module whose numbers cannot be had."""
+
+    def begin(self, *, with_statistics: bool) -> None:
+        """A new optimizer step starts: clear what is per step; count elements if asked."""
+
+    def read(self) -> Reading | None:
+        """This step's numbers; None when no FP8 module ran."""
+
+    def detach(self) -> None:
+        """Leave no hook and no patch behind."""

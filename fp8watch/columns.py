@@ -1,0 +1,39 @@
+"""Packing per-tensor arrays into frames and reading them back, with "not observed" as a validity bitmap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch.errors import WireError
+from fp8watch.records import Column
+
+_DTYPES: dict[str, np.dtype[Any]] = {"f4": np.dtype("<f4"), "u8": np.dtype("<u8"), "u1": np.dtype("u1")}
+
+
+def pack(values: npt.NDArray[Any], dtype: str, valid: npt.NDArray[np.bool_] | None = None) -> Column:
+    """Pack a 1-D array as `dtype` (f4, u8, u1); `valid` (bool, same length) marks what was observed."""
+    data = np.ascontiguousarray(values, dtype=_DTYPES[dtype]).tobytes()
+    bitmap = None
+    if valid is not None and not valid.all():
+        bitmap = np.packbits(valid, bitorder="little").tobytes()
+    return Column(dtype=dtype, data=data, valid=bitmap)  # type: ignore[arg-type]
+
+
+def unpack(column: Column) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    """The values and which of them were observed, both of the column's length.
+
+    Raises `WireError` when data or bitmap do not fit each other.
+    """
+    dtype = _DTYPES[column.dtype]
+    if len(column.data) % dtype.itemsize:
+        raise WireError(f"column of {len(column.data)} bytes is no whole number of {column.dtype}")
+    values = np.frombuffer(column.data, dtype=dtype)
+    if column.valid is None:
+        return values, np.ones(len(values), dtype=np.bool_)
+    if len(column.valid) != (len(values) + 7) // 8:
+        raise WireError(f"validity bitmap of {len(column.valid)} bytes for {len(values)} values")
+    bits = np.unpackbits(np.frombuffer(column.valid, dtype=np.uint8), count=len(values), bitorder="little")
+    return values, bits.astype(np.bool_)

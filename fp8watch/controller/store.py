@@ -1,0 +1,32 @@
+"""The store's seam: few methods, several engines behind it (`sqlite`, later `redis`), one test suite for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
+
+from fp8watch.records import RunRecord, Stored
+
+R = TypeVar("R", bound=Stored)
+
+
+class Store(Protocol):
+    """Durable memory of runs. Appending is atomic a call; a reader never sees half of one."""
+
+    def runs(self) -> list[RunRecord]:
+        """All runs, oldest first."""
+
+    def append(self, run: str, records: Iterable[Stored]) -> None:
+        """Keep records of a run. RunRecord, ActionRecord and CheckpointRecord replace those of the same identity.
+
+        Raises `OSError` or the engine's own error when it cannot; the caller counts and goes on.
+        """
+
+    def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
+        """Records of one kind in the order they were written, by step where they have one."""
+
+    def prune(self, run: str) -> int:
+        """Apply the retention rules to a run; how many frames went."""
+
+    def close(self) -> None:
+        """Flush and let go."""

@@ -1,0 +1,69 @@
+"""What a detector is: a pure function of (state, sample) that reports symptoms.
+
+A detector never looks ahead, never touches I/O or a clock, and keeps all it knows in its state, a frozen or
+plain-data object that `msgspec` can encode, so that a standby controller continues where another stopped.
+Cause is not a detector's business: `fp8watch.detect.attribution` weighs the evidence of a whole window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch.records import Severity, TensorColumn
+
+Floats = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One optimizer step of a whole run, ranks merged: what detectors see.
+
+    `tensors[i]` describes element i of every array in `values`; `valid[name][i]` says whether it was observed.
+    A name that is absent from `values` was not observed in this step. The keys are those of
+    `fp8watch.records.StepFrame`.
+    """
+
+    attempt: int
+    step: int
+    scalars: dict[str, float]
+    tensors: tuple[TensorColumn, ...] = ()
+    values: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    valid: dict[str, Mask] = field(default_factory=dict)
+    updates_forward: int = 1
+    updates_backward: int = 1
+    is_quiet: bool = False
+    """In warm-up or just after a resume or rollback: baseline rules keep still (non-finite and scale rules do not)."""
+    rank_of_extreme: dict[str, int] = field(default_factory=dict)
+    """Scalar or column name -> rank that held the extreme value, in runs of several ranks."""
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symptom:
+    """What one detector sees in one step; symptoms of an event are gathered into one incident."""
+
+    detector: str
+    severity: Severity
+    step: int
+    onset_step: int
+    tensors: tuple[int, ...] = ()
+    """Indices into `Sample.tensors`, worst first."""
+    rank: int | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+class Detector(Protocol):
+    """A named rule. `update` returns the next state and what is seen now; `state` starts as `start()`."""
+
+    name: str
+
+    def start(self) -> Any:
+        """The state before the first sample."""
+
+    def update(self, state: Any, sample: Sample) -> tuple[Any, list[Symptom]]:
+        """Take one step in. Pure: the same state and sample give the same result."""

@@ -1,0 +1,1 @@
+"""FP8 delayed scaling on machines without FP8 hardware: real formats, real scales, slow arithmetic."""

@@ -1,0 +1,53 @@
+"""Every exception fp8watch raises on purpose. Only `Halted` may ever leave a training loop."""
+
+from __future__ import annotations
+
+EXIT_BAD_INPUT = 2
+EXIT_UNREACHABLE = 3
+EXIT_HALTED = 78
+EXIT_RESTART = 85
+
+
+class Fp8watchError(Exception):
+    """Base of the errors below."""
+
+
+class BadInput(Fp8watchError):
+    """Something a person wrote is wrong; `problems` lists all of it as `file:line: field: reason`."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class WireError(Fp8watchError):
+    """A message that is malformed, too large or of a version nobody here reads."""
+
+
+class CheckpointError(Fp8watchError):
+    """A checkpoint is missing, damaged or refused; nothing has been overwritten."""
+
+
+class ActionError(Fp8watchError):
+    """An action cannot be carried out, with the reason; nothing has been changed."""
+
+
+class MissingDependency(Fp8watchError, ImportError):
+    """An optional package is needed and absent."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; pip install 'fp8watch[{extra}]'")
+
+
+class Halted(SystemExit):
+    """The run was stopped by policy: exit code 78 on all ranks, at one step boundary.
+
+    `attach` refuses the run until a person says `fp8watch runs release RUN`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_HALTED)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"fp8watch halted the run: {self.reason}"

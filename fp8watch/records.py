@@ -1,0 +1,305 @@
+"""The records that travel between training rank, agent, controller and store.
+
+All are frozen `msgspec` structs with a tag, so one decoder reads any of them (`fp8watch.wire`).
+"Not observed" is an absent scalar, an absent column or a cleared validity bit: never 0 and never NaN.
+A NaN or infinity in a scalar is an observation.
+
+Who sends what: a rank sends `Hello`, `Layout`, `StepFrame`, `CheckpointRecord`, `CommandResult`,
+`Evaluation` and `Goodbye`; it receives `Welcome`, `Command` and `LedgerUpdate`. The controller adds
+`Finding` and `ActionRecord` to the store.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Severity = Literal["warn", "act"]
+Cause = Literal["precision", "optimisation", "data", "hardware", "bookkeeping", "unknown"]
+Mode = Literal["observe", "approve", "auto"]
+Verb = Literal["apply", "revert"]
+Outcome = Literal["helped", "no_effect", "reverted", "pending"]
+CheckpointLabel = Literal["pending", "candidate", "good", "tainted"]
+
+ACTIONS = (
+    "lengthen_warmup", "rewarm", "hold_lr", "tighten_clip", "skip_update", "adjust_loss_scale", "raise_margin",
+    "repair_scale", "bf16_layers", "bf16_all", "checkpoint_now", "checkpoint_cadence", "recheck", "rollback", "halt",
+)  # fmt: skip
+DETECTORS = (
+    "nonfinite", "scale_frozen", "saturation", "underflow", "amax_jump", "amax_drift", "crest", "loss_spike",
+    "grad_spike", "divergence", "stuck", "update_rms", "attention_logit", "kurtosis", "zero_grad", "rank_mismatch",
+    "shadow_error", "clip_rate", "no_progress", "blind",
+)  # fmt: skip
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every record."""
+
+
+class TensorColumn(Record, frozen=True, kw_only=True):
+    """One quantized tensor of one module: a position in every per-tensor column of a frame."""
+
+    module: str
+    """Qualified module name, e.g. `blocks.3.mlp.down`: the identity by which ranks are matched."""
+    tensor: Literal["input", "weight", "output", "grad_output", "grad_input"]
+    block: str
+    """Transformer block the module belongs to (`3`), or the top-level name (`head`)."""
+    fp8_format: str
+    """Key of `fp8watch.formats.FORMATS`."""
+    recipe: str = "delayed"
+    """delayed, current, block, mxfp8, nvfp4."""
+    history_len: int = 1
+    """Updates that the amax window holds (delayed scaling; micro-batches count, not steps)."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    margin: float = 0.0
+    """Head-room in powers of two: scale = fp8_max / amax / 2^margin."""
+    source: Literal["tapped", "read", "measured"] = "read"
+    """How the numbers are obtained."""
+
+    @property
+    def name(self) -> str:
+        """`module:tensor`, the way a finding names a tensor."""
+        return f"{self.module}:{self.tensor}"
+
+
+class Layout(Record, frozen=True, kw_only=True, tag="layout"):
+    """The order of the per-tensor columns, announced once and again whenever it or a recipe changes."""
+
+    run: str
+    attempt: int
+    rank: int
+    layout_id: int
+    columns: list[TensorColumn]
+    expected_modules: int
+    observed_modules: int
+    not_observable: list[str] = []
+    """`name: reason` of what cannot be seen."""
+
+
+class Column(Record, frozen=True, kw_only=True):
+    """A packed little-endian array, one element a tensor; read it through `fp8watch.columns`."""
+
+    dtype: Literal["f4", "u8", "u1"]
+    data: bytes
+    valid: bytes | None = None
+    """Validity bitmap (numpy packbits, little bit order); None: every element was observed."""
+
+
+class StepFrame(Record, frozen=True, kw_only=True, tag="frame"):
+    """One rank, one optimizer step. (run, attempt, rank, step) is unique.
+
+    `scalars` keys: loss (raw, mean of micro-batches), grad_norm (before clipping, after unscaling),
+    learning_rate, clip_limit, loss_scale, step_seconds, tokens, samples (consumed so far), update_rms,
+    update_skipped (1.0 when the optimizer step was skipped), bf16_modules, overhead_seconds,
+    lr_factor (ours, 1.0 when untouched), param_nonfinite (1.0 when a parameter sample is not finite).
+
+    `columns` keys: amax (f4, after reduction, maximum over the step's micro-batches), amax_last (f4, last
+    micro-batch; absent: equal to amax), scale (f4, the one used by this step's last cast), high_precision
+    (u1, 1: the module ran in BF16 this step), and on sampled steps quantized, saturated, underflowed,
+    nonfinite (u8 element counts), mse, snr (f4).
+    """
+
+    run: str
+    attempt: int
+    rank: int
+    step: int
+    """Updates done before this one plus one: the first optimizer step is 1."""
+    layout_id: int
+    time_unix: float
+    scalars: dict[str, float]
+    columns: dict[str, Column] = {}
+    updates_forward: int = 1
+    """Scale updates the forward tensors saw in this step (micro-batches)."""
+    updates_backward: int = 1
+
+
+class Hello(Record, frozen=True, kw_only=True, tag="hello"):
+    """First message of a rank on a connection, and again after a rollback (a new attempt)."""
+
+    wire_version: int
+    run: str
+    attempt: int
+    rank: int
+    local_rank: int
+    world_size: int
+    pid: int
+    host: str
+    time_unix: float
+    step: int
+    policy: str | None = None
+    """Text of the policy file (YAML); None: observe."""
+    policy_name: str = "observe"
+    capabilities: dict[str, str] = {}
+    """Action -> empty string when available, else the reason why it is not."""
+    warmup_steps: int | None = None
+    """Length of the scheduler's warm-up where it is known."""
+    num_parameters: int = 0
+    framework: dict[str, str] = {}
+    """Versions: python, torch, transformer_engine, fp8watch; recipe; device."""
+    expected_modules: int = 0
+    observed_modules: int = 0
+    journal_term: int = 0
+    """Highest command term this rank has seen."""
+    armed: bool = True
+
+
+class Welcome(Record, frozen=True, kw_only=True, tag="welcome"):
+    """The agent's answer to a hello."""
+
+    wire_version: int
+    run: str
+    term: int
+    metrics_url: str = ""
+    store: str = ""
+
+
+class Command(Record, frozen=True, kw_only=True, tag="command"):
+    """One verb of one action, to be applied by all ranks at the same boundary or by none."""
+
+    id: str
+    run: str
+    attempt: int
+    term: int
+    sequence: int
+    verb: Verb
+    action: str
+    params: dict[str, Any] = {}
+    last_step: int
+    """No rank begins it after this optimizer step."""
+    signature: bytes = b""
+
+
+class CommandResult(Record, frozen=True, kw_only=True, tag="result"):
+    """What became of a command on a rank."""
+
+    id: str
+    run: str
+    attempt: int
+    rank: int
+    verb: Verb
+    step: int
+    """Boundary at which it was applied, or at which it was refused."""
+    status: Literal["applied", "failed", "vetoed", "expired", "unavailable", "unknown"]
+    readback: Literal["ok", "failed", "pending"] = "pending"
+    detail: str = ""
+    observed: dict[str, Any] = {}
+    """What was read back: effective LR, clip limit, precision, scale."""
+    steps_replayed: int = 0
+
+
+class LedgerUpdate(Record, frozen=True, kw_only=True, tag="ledger"):
+    """The controller's verdict on a checkpoint."""
+
+    run: str
+    checkpoint: str
+    label: CheckpointLabel
+    reason: str = ""
+
+
+class CheckpointRecord(Record, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint as the ledger knows it."""
+
+    run: str
+    attempt: int
+    checkpoint: str
+    step: int
+    """Updates done when it was saved."""
+    path: str
+    label: CheckpointLabel
+    reason: str = ""
+    has_data_position: bool = False
+    samples: int = 0
+    """Samples consumed up to it."""
+    time_unix: float = 0.0
+
+
+class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
+    """Evaluation scores, as recorded by `watch.evaluation`."""
+
+    run: str
+    attempt: int
+    step: int
+    scores: dict[str, float]
+
+
+class Goodbye(Record, frozen=True, kw_only=True, tag="goodbye"):
+    """A rank is leaving of its own will."""
+
+    run: str
+    rank: int
+    step: int
+    reason: str = "end"
+
+
+class Finding(Record, frozen=True, kw_only=True, tag="finding"):
+    """Something is wrong with a run: what, since when, where, why, and the evidence for it."""
+
+    id: str
+    run: str
+    attempt: int
+    step: int
+    """Step of the alarm."""
+    onset_step: int
+    detector: str
+    severity: Severity
+    cause: Cause
+    tensor: str | None = None
+    """`module:tensor` of the worst tensor, where there is one."""
+    layer: str | None = None
+    """Module of the worst tensor."""
+    rank: int | None = None
+    layers: list[str] = []
+    """All modules concerned, worst first."""
+    evidence: dict[str, Any] = {}
+    incident: str = ""
+    """Findings of one event share it."""
+
+
+class ActionRecord(Record, frozen=True, kw_only=True, tag="action"):
+    """The life of one action; a later record with the same id replaces an earlier one."""
+
+    id: str
+    run: str
+    attempt: int
+    action: str
+    params: dict[str, Any]
+    rule: str
+    finding: str
+    """Id of the finding that asked for it."""
+    incident: str = ""
+    mode: Mode = "observe"
+    status: Literal[
+        "proposed", "waiting", "refused", "sent", "applied", "failed", "vetoed", "expired", "unavailable", "reverted"
+    ] = "proposed"
+    decided_step: int
+    applied_step: int | None = None
+    reason: str = ""
+    readback: Literal["ok", "failed", "pending"] = "pending"
+    observed: dict[str, Any] = {}
+    outcome: Outcome = "pending"
+    settle_until: int | None = None
+    steps_replayed: int = 0
+    time_unix: float = 0.0
+
+
+class RunRecord(Record, frozen=True, kw_only=True, tag="run"):
+    """A run as the store lists it; replaced at every change of state."""
+
+    run: str
+    state: Literal["running", "ended", "lost", "halted"]
+    hello: Hello
+    started_unix: float
+    updated_unix: float
+    last_step: int = 0
+    reason: str = ""
+
+
+Message = Hello | Layout | StepFrame | CheckpointRecord | CommandResult | Evaluation | Goodbye
+"""What a rank sends."""
+
+Reply = Welcome | Command | LedgerUpdate
+"""What a rank receives."""
+
+Stored = RunRecord | Layout | StepFrame | Finding | ActionRecord | CheckpointRecord | CommandResult | Evaluation
+"""What a store keeps."""

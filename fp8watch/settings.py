@@ -1,0 +1,56 @@
+"""Everything a person can configure that is not policy, each with its unit, default and reason.
+
+Every field is also an environment variable `FP8WATCH_<FIELD>`; an argument of `attach` wins over both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Settings of one process."""
+
+    model_config = SettingsConfigDict(env_prefix="FP8WATCH_", frozen=True, extra="ignore")
+
+    dir: Path = Path(".fp8watch")
+    """Where runs, stores and endpoints lie."""
+
+    agent: str | None = None
+    """`unix:///run/fp8watch/agent.sock` of a node agent. None: a process of our own is started (embedded)."""
+
+    run: str | None = None
+    """Run name. None: made from date and a random suffix, the same on all ranks."""
+
+    disarm: bool = False
+    """True: watch and report, but let nothing act. Read again at every step boundary."""
+
+    metrics_port: int = Field(default=9464, ge=0, le=65535)
+    """Loopback port of /metrics; a free one is taken when it is in use. 0: always a free one."""
+
+    statistics_every: int | None = Field(default=None, ge=1)
+    """Steps between element counts (underflow, saturation). None: every step on a CPU, one in ten on a GPU."""
+
+    queue_frames: int = Field(default=256, ge=1)
+    """Frames the training process holds for a slow or absent agent before it drops and counts."""
+
+    restart_limit: int = Field(default=1, ge=0)
+    """How often an embedded process that died is started again."""
+
+    connect_seconds: float = Field(default=20.0, gt=0)
+    """How long the transport thread tries to reach an agent before it reports it absent (it goes on trying)."""
+
+    end_grace_seconds: float = Field(default=10.0, gt=0)
+    """What the embedded process has to record the end after the last rank's socket closed."""
+
+    store_full_steps: int = Field(default=4096, ge=1)
+    """Newest steps kept at full resolution."""
+
+    store_limit_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
+    """Size cap of the store; ledger and decisions are never dropped for it."""
+
+    log_level: str = "INFO"
+    """Level of the background process's log."""
