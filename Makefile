@@ -1,0 +1,44 @@
+# The verbs of this project. `make demo` and `make test` need Python 3.11, make and git; they fetch the rest.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed-
+
+.PHONY: help demo test check unit acceptance screenshots clean
+
+help:
+	@echo "make demo        train a small FP8 model, break it, watch it being saved (about 3 minutes)"
+	@echo "make test        lint, types, import contracts and the suite (under 10 minutes after set-up)"
+	@echo "make acceptance  the long proofs, writing bench/results (up to 90 minutes)"
+	@echo "make clean       remove the virtual environment and caches"
+
+demo: $(STAMP)demo
+	$(BIN)/fp8watch demo $(DEMO_ARGS)
+
+test: $(STAMP)dev system check unit
+
+check: $(STAMP)dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(STAMP)dev
+	$(BIN)/python -m pytest -m "not acceptance" $(PYTEST_ARGS)
+
+acceptance: $(STAMP)dev system
+	$(BIN)/python -m pytest -m acceptance --timeout 5400 $(PYTEST_ARGS)
+	$(BIN)/python bench/scenarios.py
+
+.PHONY: system
+system:
+	@scripts/system-packages.sh
+
+# One stamp an extra set: installed again when a dependency file changed.
+$(STAMP)%: pyproject.toml constraints.txt
+	@scripts/make-venv.sh $(PYTHON) $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .fp8watch .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# What the tests run for real: Prometheus, Redis and Chromium from Debian. As root they are installed;
+# otherwise the tests that need what is missing are left out, and this says which.
+set -uo pipefail
+declare -A package=([prometheus]=prometheus [promtool]=prometheus [redis-server]=redis-server [chromium]=chromium)
+declare -A tests=([prometheus]="metrics against a real Prometheus" [promtool]="promtool checks of metrics and rules"
+    [redis-server]="the Redis store" [chromium]="the console in a real browser")
+
+missing=()
+for program in "${!package[@]}"; do
+    command -v "$program" >/dev/null || missing+=("$program")
+done
+[ ${#missing[@]} = 0 ] && exit 0
+
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    names=$(for program in "${missing[@]}"; do echo "${package[$program]}"; done | sort -u)
+    echo "installing from Debian:" $names
+    # Debian would start the servers it installs; the tests start their own on free ports.
+    apt-get update -qq
+    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $names fonts-liberation >/dev/null ||
+        echo "apt-get failed; going on without"
+fi
+for program in "${missing[@]}"; do
+    command -v "$program" >/dev/null || echo "LEFT OUT: ${tests[$program]} (no $program; apt-get install ${package[$program]})"
+done
+exit 0
