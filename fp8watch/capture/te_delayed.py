@@ -1,0 +1,191 @@
+"""Transformer Engine, delayed scaling: every amax and every scale of every step through TE's own reduction.
+
+Works with gradient accumulation (our maximum over all micro-batches), recompute, CUDA graphs, FP8 primary
+weights, history length 1 (where TE's stored history is always zero) and several models in one process:
+columns are matched by the identity of a module's scale tensor, never by position.
+
+Cost: for each direction and micro-batch one concatenation of the scales and two or three elementwise kernels
+over the vector; no pass over data, no synchronisation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8watch.capture.blocks import block_of
+from fp8watch.capture.source import Reading
+from fp8watch.capture.te_slots import slot_names
+from fp8watch.capture.te_tap import UpdateTap, update_tap
+from fp8watch.formats import FORMATS
+from fp8watch.records import TensorColumn
+
+logger = logging.getLogger(__name__)
+
+DIRECTIONS = (("scaling_fwd", True), ("scaling_bwd", False))
+
+
+@dataclass(slots=True)
+class _Direction:
+    """Where the model's columns lie in one of TE's concatenated vectors, and what was seen there this step."""
+
+    columns: list[TensorColumn]
+    positions: torch.Tensor | None
+    """Index into TE's vector (int64, on the device); None: the vector is ours alone, in this order."""
+    signature: tuple[int, ...]
+    """Identities of the scale tensors the index was made for."""
+    amax: torch.Tensor
+    amax_last: torch.Tensor
+    scale: torch.Tensor
+    updates: int = 0
+
+
+def delayed_states(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, bool, Any]]:
+    """`(name, module, key, is_forward, recipe state)` of every delayed-scaling state in the model."""
+    for name, module in model.named_modules():
+        meta = getattr(module, "fp8_meta", None)
+        if not isinstance(meta, dict):
+            continue
+        for key, forward in DIRECTIONS:
+            state = meta.get(key)
+            if getattr(state, "amax_history", None) is not None and getattr(state, "scale", None) is not None:
+                yield name, module, key, forward, state
+
+
+class TeDelayedSource:
+    """See the module's docstring. `extension` stands in for `transformer_engine_torch` in tests."""
+
+    name = "transformer_engine.delayed"
+
+    def __init__(self, model: torch.nn.Module, *, extension: Any | None = None) -> None:
+        self._model = model
+        self._tap: UpdateTap = update_tap(extension)
+        self._directions: dict[bool, _Direction] = {}
+        self._owned: dict[int, tuple[str, torch.nn.Module, bool, Any]] = {}
+        self._tap.subscribe(self._on_update)
+
+    def columns(self) -> Sequence[TensorColumn]:
+        """Forward tensors first, each direction in TE's own order; known from the first update on."""
+        return [column for forward in (True, False) for column in self._columns_of(forward)]
+
+    def _columns_of(self, forward: bool) -> list[TensorColumn]:
+        direction = self._directions.get(forward)
+        return direction.columns if direction else []
+
+    def not_observable(self) -> Sequence[str]:
+        """Modules that have delayed-scaling state but took part in no update."""
+        seen = {column.module for column in self.columns()}
+        missing = []
+        for name, module, _, forward, state in delayed_states(self._model):
+            slots = slot_names(module, name, forward=forward, num_slots=state.scale.numel())
+            if not any(slot and slot[0] in seen for slot in slots):
+                missing.append(f"{name}: never took part in a scale update")
+        return sorted(set(missing))
+
+    def begin(self, *, with_statistics: bool) -> None:
+        """Forget the step that was read."""
+        for direction in self._directions.values():
+            direction.amax.zero_()
+            direction.updates = 0
+
+    def read(self) -> Reading | None:
+        """amax, amax_last and scale of this step; a tensor whose amax is 0 was idle and counts as not observed."""
+        parts = [self._directions[forward] for forward in (True, False) if forward in self._directions]
+        if not any(part.updates for part in parts):
+            return None
+        amax = torch.cat([part.amax for part in parts])
+        seen = amax != 0
+        return Reading(
+            values={
+                "amax": amax,
+                "amax_last": torch.cat([part.amax_last for part in parts]),
+                "scale": torch.cat([part.scale for part in parts]),
+            },
+            valid={"amax": seen, "amax_last": seen, "scale": seen},
+            updates_forward=self._directions[True].updates if True in self._directions else 0,
+            updates_backward=self._directions[False].updates if False in self._directions else 0,
+        )
+
+    def detach(self) -> None:
+        """Leave the tap."""
+        self._tap.unsubscribe(self._on_update)
+
+    def _on_update(self, amax: torch.Tensor, scales: Sequence[torch.Tensor]) -> None:
+        """TE is about to update: `amax` is reduced, `scales` are those just used. Runs on autograd's thread too."""
+        signature = tuple(map(id, scales))
+        forward = self._direction_of(signature)
+        if forward is None:
+            return
+        direction = self._directions.get(forward)
+        if direction is None or direction.signature != signature:
+            direction = self._index(forward, scales, signature, amax.device)
+        mine = amax if direction.positions is None else amax[direction.positions]
+        used = torch.cat([scale.reshape(-1) for scale in scales])
+        torch.maximum(direction.amax, mine, out=direction.amax)
+        direction.amax_last.copy_(mine)
+        direction.scale.copy_(used if direction.positions is None else used[direction.positions])
+        direction.updates += 1
+
+    def _direction_of(self, signature: tuple[int, ...]) -> bool | None:
+        """Whether these scale tensors are our forward or backward ones; None: they belong to other models."""
+        for forward, direction in self._directions.items():
+            if direction.signature == signature:
+                return forward
+        # Modules get their state at their first forward, and models grow: look again at an unknown vector.
+        self._owned = {
+            id(state.scale): (name, module, forward, state)
+            for name, module, _, forward, state in delayed_states(self._model)
+        }
+        return next((self._owned[i][2] for i in signature if i in self._owned), None)
+
+    def _index(
+        self, forward: bool, scales: Sequence[torch.Tensor], signature: tuple[int, ...], device: torch.device
+    ) -> _Direction:
+        columns: list[TensorColumn] = []
+        positions: list[int] = []
+        offset = 0
+        for tensor in scales:
+            owner = self._owned.get(id(tensor))
+            if owner is not None:
+                name, module, _, state = owner
+                slots = slot_names(module, name, forward=forward, num_slots=tensor.numel())
+                recipe = module.fp8_meta.get("recipe")  # type: ignore[union-attr, operator]
+                for i, slot in enumerate(slots):
+                    if slot is not None:
+                        columns.append(_column(slot, forward, recipe, state))
+                        positions.append(offset + i)
+            offset += tensor.numel()
+        whole = positions == list(range(offset))
+        direction = _Direction(
+            columns=columns,
+            positions=None if whole else torch.tensor(positions, device=device),
+            signature=signature,
+            amax=torch.zeros(len(columns), device=device),
+            amax_last=torch.zeros(len(columns), device=device),
+            scale=torch.ones(len(columns), device=device),
+        )
+        self._directions[forward] = direction
+        return direction
+
+
+def _column(slot: tuple[str, Any], forward: bool, recipe: Any, state: Any) -> TensorColumn:
+    name, tensor = slot
+    hybrid = "HYBRID" in str(getattr(recipe, "fp8_format", "HYBRID"))
+    fmt = "e4m3" if forward or not hybrid else "e5m2"
+    assert fmt in FORMATS
+    recent = getattr(recipe, "amax_compute_algo", "max") == "most_recent"
+    return TensorColumn(
+        module=name,
+        tensor=tensor,
+        block=block_of(name),
+        fp8_format=fmt,
+        recipe="delayed",
+        history_len=int(state.amax_history.shape[0]),
+        amax_compute_algo="most_recent" if recent else "max",
+        margin=float(getattr(recipe, "margin", 0)),
+        source="tapped",
+    )
