@@ -1,0 +1,168 @@
+"""Reading `fp8watch.emulation`: a tap on its casts and scale updates, as on Transformer Engine's.
+
+Everything is kept in tensors of one element a column and updated by a handful of operations a scale update;
+nothing is turned into a Python number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from fp8watch.capture.blocks import block_of
+from fp8watch.capture.source import Reading
+from fp8watch.emulation.linear import Fp8Linear
+from fp8watch.emulation.statistics import CastStatistics
+from fp8watch.emulation.taps import add_tap, remove_tap
+from fp8watch.records import TensorColumn
+
+_log = logging.getLogger(__name__)
+
+TENSORS: tuple[Literal["input", "weight", "grad_output"], ...] = ("input", "weight", "grad_output")
+"""Columns of a module, in order; output and grad_input are not quantized."""
+_COUNTS = ("quantized", "saturated", "underflowed", "nonfinite")
+
+
+def _named_fp8(model: torch.nn.Module) -> dict[str, Fp8Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+
+
+class EmulatedSource:
+    """Source for the `Fp8Linear` layers that `model` has when it is made (listening starts at once)."""
+
+    name = "emulation"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._modules = _named_fp8(model)
+        self._position = {module: i for i, module in enumerate(self._modules.values())}
+        num = len(TENSORS) * len(self._modules)
+        device = next((m.scaling_forward.scale.device for m in self._position), torch.device("cpu"))
+        self._amax = torch.zeros(num, device=device)
+        self._amax_last = torch.zeros(num, device=device)
+        self._scale = torch.zeros(num, device=device)
+        self._counts = torch.zeros(len(_COUNTS), num, dtype=torch.int64, device=device)
+        self._squares = torch.zeros(2, num, device=device)
+        self._has_run = [False] * num
+        self._is_high_precision = [False] * num
+        self._updates = {True: [0] * len(self._modules), False: [0] * len(self._modules)}
+        self._is_counting = False
+        self._routes: dict[tuple[bool, tuple[int, ...]], tuple[list[int], torch.Tensor, torch.Tensor]] = {}
+        add_tap(self)
+
+    def columns(self) -> Sequence[TensorColumn]:
+        """Three a module: input, weight, grad_output; recipe values are the live ones."""
+        return [
+            TensorColumn(
+                module=name,
+                tensor=tensor,
+                block=block_of(name),
+                fp8_format=(module.scaling_backward if tensor == "grad_output" else module.scaling_forward).fmt.name,
+                history_len=module.scaling_forward.amax_history.shape[0],
+                amax_compute_algo=module.recipe.amax_compute_algo,
+                margin=module.recipe.margin,
+                source="tapped",
+            )
+            for name, module in self._modules.items()
+            for tensor in TENSORS
+        ]
+
+    def not_observable(self) -> Sequence[str]:
+        """Layers that left the model, or came into it, after attach."""
+        now = _named_fp8(self._model)
+        gone = [f"{name}: no longer in the model" for name, mod in self._modules.items() if now.get(name) is not mod]
+        new = [f"{name}: converted after attach" for name, mod in now.items() if mod not in self._position]
+        return gone + new
+
+    def begin(self, *, with_statistics: bool) -> None:
+        """A new optimizer step."""
+        self._is_counting = with_statistics
+        for values in (self._amax, self._amax_last, self._counts, self._squares):
+            values.zero_()
+        self._has_run = [False] * len(self._has_run)
+        self._updates = {direction: [0] * len(self._modules) for direction in (True, False)}
+
+    def read(self) -> Reading | None:
+        """This step's numbers. amax and scale of a layer in BF16: measured, and no scale was used."""
+        if not any(self._has_run):
+            return None
+        device = self._amax.device
+        has_run = torch.tensor(self._has_run, device=device)
+        high_precision = torch.tensor(self._is_high_precision, device=device)
+        was_cast = has_run & ~high_precision
+        values = {
+            "amax": self._amax,
+            "amax_last": self._amax_last,
+            "scale": self._scale,
+            "high_precision": high_precision.to(torch.uint8),
+        }
+        valid = {"amax": has_run, "amax_last": has_run, "scale": was_cast, "high_precision": has_run}
+        if self._is_counting:
+            values.update(zip(_COUNTS, self._counts, strict=True))
+            error, signal = self._squares
+            values["mse"] = error / self._counts[0].clamp(min=1)
+            values["snr"] = 10.0 * torch.log10(signal / error)
+            counted = was_cast & (self._counts[0] > 0)
+            valid.update(dict.fromkeys((*_COUNTS, "mse", "snr"), counted))
+        return Reading(
+            values=values,
+            valid=valid,
+            updates_forward=max(self._updates[True]),
+            updates_backward=max(self._updates[False]),
+        )
+
+    def detach(self) -> None:
+        """Stop listening."""
+        remove_tap(self)
+
+    def wants_statistics(self, module: Fp8Linear) -> bool:
+        """Tap: whether this step is sampled."""
+        return self._is_counting and module in self._position
+
+    def on_cast(
+        self, module: Fp8Linear, tensor: int, *, high_precision: bool, statistics: CastStatistics | None
+    ) -> None:
+        """Tap: note who ran, and sum up the counts."""
+        position = self._position.get(module)
+        if position is None:
+            return
+        column = position * len(TENSORS) + tensor
+        self._has_run[column] = True
+        self._is_high_precision[column] = high_precision
+        if statistics is not None and self._is_counting:
+            counts = torch.stack([getattr(statistics, name) for name in _COUNTS])
+            squares = torch.stack([statistics.squared_error, statistics.squared_values])
+            self._counts[:, column].add_(counts.to(self._counts.device))
+            self._squares[:, column].add_(squares.to(self._squares.device))
+
+    def on_update(
+        self, modules: Sequence[Fp8Linear], *, is_forward: bool, amax: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """Tap: amax after reduction, and the scales that the casts before this update used."""
+        key = (is_forward, tuple(map(id, modules)))
+        if key not in self._routes:
+            self._routes[key] = self._route(modules, is_forward=is_forward)
+        positions, source, target = self._routes[key]
+        if not positions:
+            return
+        for position in positions:
+            self._updates[is_forward][position] += 1
+        newest = amax[source].to(self._amax.device)
+        self._amax[target] = torch.maximum(self._amax[target], newest)
+        self._amax_last[target] = torch.where(newest != 0, newest, self._amax_last[target])
+        self._scale[target] = scale[source].to(self._scale.device)
+
+    def _route(self, modules: Sequence[Fp8Linear], *, is_forward: bool) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        """Positions of our modules, where their elements lie in the update's vectors, and our columns."""
+        tensors = (0, 1) if is_forward else (2,)
+        ours = [(i, self._position[module]) for i, module in enumerate(modules) if module in self._position]
+        source = [i * len(tensors) + k for i, _ in ours for k in range(len(tensors))]
+        target = [position * len(TENSORS) + tensor for _, position in ours for tensor in tensors]
+        return (
+            [position for _, position in ours],
+            torch.tensor(source, dtype=torch.int64, device=self._amax.device),
+            torch.tensor(target, dtype=torch.int64, device=self._amax.device),
+        )

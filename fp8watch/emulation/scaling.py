@@ -1,0 +1,97 @@
+"""Scales and amax history of the tensors that one module casts in one direction.
+
+The layout is Transformer Engine's: `scale` float32 [n], `amax_history` float32 [history_len, n]. Casts write
+their amax into row 0; an update rolls it to the last row, newest last, and zeroes row 0. With a history of one
+the stored history is therefore zero after every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8watch.emulation.recipe import DelayedScaling
+from fp8watch.formats import Fp8Format
+
+_TENSORS = ("scale", "amax_history", "newest_amax")
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+class ScalingState:
+    """What `RecipeState` is in Transformer Engine. Tensors are changed in place only; they start at 1 and 0."""
+
+    def __init__(self, tensors: Sequence[str], fmt: Fp8Format, history_len: int, device: torch.device) -> None:
+        self.tensors = tuple(tensors)
+        self.fmt = fmt
+        self.scale = torch.ones(len(self.tensors), dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(history_len, len(self.tensors), dtype=torch.float32, device=device)
+        self.newest_amax = torch.zeros(len(self.tensors), dtype=torch.float32, device=device)
+        """Reduced amax of the newest update that saw one, also where the history no longer holds it."""
+
+    def record(self, amax: torch.Tensor) -> None:
+        """Take the amax [n] of a cast into row 0 (maximum, NaN ignored)."""
+        row = self.amax_history[0]
+        torch.fmax(row, amax, out=row)
+
+    def _demanded(self, amax: torch.Tensor, margin: float, today: torch.Tensor) -> torch.Tensor:
+        """fp8_max * 2^-margin / amax; FLT_MAX where that is infinite, today's scale where amax is no use."""
+        # A true division as in the kernel: `number / tensor` would be a reciprocal and a product, one ulp off.
+        wanted = torch.full_like(amax, self.fmt.max * 2.0**-margin).div_(amax).clamp_(max=_FLOAT_MAX)
+        return torch.where(torch.isfinite(amax) & (amax > 0), wanted, today)
+
+    def update(self, recipe: DelayedScaling, amax: torch.Tensor) -> None:
+        """Roll the history and set the scales from the window, as the fused kernel of delayed_scaling.cu.
+
+        `amax` [n] is row 0 after reduction over ranks. A tensor whose amax is 0 did not run: neither its history
+        nor its scale moves.
+        """
+        history = self.amax_history
+        has_run = amax != 0
+        rolled = torch.roll(history, -1, 0)
+        rolled[-1] = amax
+        if recipe.amax_compute_algo == "most_recent":
+            window = amax
+        else:
+            window = torch.nan_to_num(rolled, nan=0.0, posinf=torch.inf).amax(0)
+        scale = self._demanded(window, recipe.margin, self.scale)
+        rolled[0] = 0
+        self.scale.copy_(torch.where(has_run, scale, self.scale))
+        history.copy_(torch.where(has_run, rolled, history))
+
+    def purge(self, recipe: DelayedScaling, index: int | None = None) -> None:
+        """Take non-finite values out of the window and set the scale from what is left, at once.
+
+        `index`: one tensor; None: all. The newest amax counts even if a faulty update kept it out of the history.
+        """
+        chosen = slice(None) if index is None else slice(index, index + 1)
+        history, newest, scale = self.amax_history[:, chosen], self.newest_amax[chosen], self.scale[chosen]
+        torch.nan_to_num_(history, nan=0.0, posinf=0.0)
+        torch.nan_to_num_(newest, nan=0.0, posinf=0.0)
+        window = torch.maximum(history.amax(0), newest)
+        if recipe.amax_compute_algo == "most_recent":
+            window = torch.where(newest > 0, newest, window)
+        scale.copy_(self._demanded(window, recipe.margin, scale))
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device; stays float32 whatever dtype the module is cast to."""
+        self.scale = self.scale.to(device)
+        self.amax_history = self.amax_history.to(device)
+        self.newest_amax = self.newest_amax.to(device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of all tensors."""
+        return {name: getattr(self, name).clone() for name in _TENSORS}
+
+    def check_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Raise `KeyError` or `ValueError` for what `load_state_dict` could not restore."""
+        for name in _TENSORS:
+            own: torch.Tensor = getattr(self, name)
+            if state[name].shape != own.shape:
+                raise ValueError(f"{name} is {tuple(state[name].shape)}, not {tuple(own.shape)}")
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore in place; as `check_state_dict`, with nothing changed."""
+        self.check_state_dict(state)
+        for name in _TENSORS:
+            getattr(self, name).copy_(state[name])
