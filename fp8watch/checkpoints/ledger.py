@@ -1,0 +1,149 @@
+"""The ledger: what is known about each checkpoint after it was saved.
+
+It lies beside the checkpoint folders and not inside them, so that a label never touches a finished checkpoint,
+and is replaced atomically. Order is the order of saving.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from fp8watch.checkpoints import manifest as manifests
+from fp8watch.checkpoints.files import replace_file
+from fp8watch.errors import CheckpointError
+from fp8watch.records import CheckpointLabel, CheckpointRecord
+
+logger = logging.getLogger(__name__)
+NAME = "ledger.json"
+
+
+class Rollback(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollback that was carried out."""
+
+    checkpoint: str
+    from_step: int
+    to_step: int
+    attempt: int
+    """The attempt that was left."""
+    skip_batches: int
+    time_unix: float
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """What `ledger.json` holds."""
+
+    version: int = 1
+    checkpoints: list[CheckpointRecord] = []
+    rollbacks: list[Rollback] = []
+
+
+class Ledger:
+    """Labels of the checkpoints under one root."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._contents = Contents()
+        self.notes: list[str] = []
+        """What was found amiss on opening."""
+        self._open()
+
+    @property
+    def checkpoints(self) -> list[CheckpointRecord]:
+        """All records in the order of saving."""
+        return list(self._contents.checkpoints)
+
+    @property
+    def rollbacks(self) -> list[Rollback]:
+        """All rollbacks, oldest first."""
+        return list(self._contents.rollbacks)
+
+    def find(self, checkpoint: str) -> CheckpointRecord:
+        """The record of an id. Raises `CheckpointError`."""
+        for record in self._contents.checkpoints:
+            if record.checkpoint == checkpoint:
+                return record
+        known = ", ".join(record.checkpoint for record in self._contents.checkpoints) or "none"
+        raise CheckpointError(f"no checkpoint {checkpoint!r} here; known: {known}")
+
+    def put(self, record: CheckpointRecord) -> None:
+        """Add a record, or replace that of the same id in its place. Raises `CheckpointError` if it is not durable."""
+        records = self.checkpoints
+        ids = [known.checkpoint for known in records]
+        if record.checkpoint in ids:
+            records[ids.index(record.checkpoint)] = record
+        else:
+            records.append(record)
+        self._store(msgspec.structs.replace(self._contents, checkpoints=records))
+
+    def label(self, checkpoint: str, label: CheckpointLabel, reason: str) -> CheckpointRecord:
+        """Set a label. A tainted checkpoint stays tainted. Raises `CheckpointError`."""
+        record = self.find(checkpoint)
+        if record.label == "tainted" or (record.label, record.reason) == (label, reason):
+            return record
+        record = msgspec.structs.replace(record, label=label, reason=reason)
+        self.put(record)
+        return record
+
+    def drop(self, checkpoint: str) -> None:
+        """Forget a checkpoint whose folder is gone."""
+        records = [record for record in self._contents.checkpoints if record.checkpoint != checkpoint]
+        self._store(msgspec.structs.replace(self._contents, checkpoints=records))
+
+    def add_rollback(self, rollback: Rollback) -> None:
+        """Note a rollback. Raises `CheckpointError` when it cannot be kept."""
+        self._store(msgspec.structs.replace(self._contents, rollbacks=[*self._contents.rollbacks, rollback]))
+
+    def _store(self, contents: Contents) -> None:
+        # In memory first: a full disk must not make this process forget that a checkpoint is tainted.
+        self._contents = contents
+        try:
+            replace_file(self._root / NAME, msgspec.json.format(msgspec.json.encode(contents), indent=2) + b"\n")
+        except OSError as error:
+            raise CheckpointError(f"ledger cannot be written: {error}") from error
+
+    def _open(self) -> None:
+        path = self._root / NAME
+        contents = Contents()
+        if path.exists():
+            try:
+                contents = msgspec.json.decode(path.read_bytes(), type=Contents)
+            except (OSError, msgspec.DecodeError, ValueError) as error:
+                self.notes.append(f"{path} cannot be read ({error}): labels are lost, folders are taken as candidates")
+        kept = [record for record in contents.checkpoints if (self._root / record.checkpoint / manifests.NAME).exists()]
+        known = {record.checkpoint for record in kept}
+        adopted: list[CheckpointRecord] = []
+        for folder in self._root.iterdir() if self._root.exists() else ():
+            if folder.name.startswith(".") or not folder.is_dir() or folder.name in known:
+                continue
+            try:
+                adopted.append(to_record(manifests.read(folder), folder, reason="found without a ledger entry"))
+            except CheckpointError as error:
+                self.notes.append(f"left aside: {error}")
+        records = kept + sorted(adopted, key=lambda record: record.time_unix)
+        # Label `pending` means a process ended while it saved; the folder is complete or it would not be here.
+        records = [
+            msgspec.structs.replace(record, label="candidate") if record.label == "pending" else record
+            for record in records
+        ]
+        self._contents = msgspec.structs.replace(contents, checkpoints=records)
+        for note in self.notes:
+            logger.warning("%s", note)
+
+
+def to_record(manifest: manifests.Manifest, folder: Path, *, reason: str = "") -> CheckpointRecord:
+    """A manifest as the ledger's record, labelled candidate."""
+    return CheckpointRecord(
+        run=manifest.run,
+        attempt=manifest.attempt,
+        checkpoint=manifest.checkpoint,
+        step=manifest.step,
+        path=str(folder),
+        label="candidate",
+        reason=reason,
+        has_data_position=manifest.data_position_included,
+        samples=manifest.samples,
+        time_unix=manifest.time_unix,
+    )

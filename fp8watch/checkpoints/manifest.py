@@ -1,0 +1,80 @@
+"""What a checkpoint says about itself: `manifest.json`, written last.
+
+A folder without a manifest is no checkpoint. Sizes and SHA-256 sums are checked before anything is overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from fp8watch.errors import CheckpointError
+
+FORMAT_VERSION = 1
+NAME = "manifest.json"
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `manifest.json`."""
+
+    format_version: int
+    checkpoint: str
+    run: str
+    attempt: int
+    step: int
+    """Optimizer updates done."""
+    samples: int
+    """Samples consumed; 0 when the data position is not included."""
+    data_position_included: bool
+    time_unix: float
+    world_size: int
+    parts: list[str]
+    """What is inside: model, optimizer, scheduler, scaler, rng, fp8, data."""
+    absent: dict[str, str]
+    """What is not inside, and why."""
+    learning_rate: list[float]
+    """LR of each parameter group for the update that comes next."""
+    parameter_checksum: str
+    """See `fp8watch.checkpoints.checksum`."""
+    rng_sha256: str
+    """Digest of the random state."""
+    files: dict[str, FileEntry]
+    versions: dict[str, str]
+    manifest_sha256: str = ""
+    """Sum of the manifest's JSON with this field empty: a flipped bit in a number is noticed, too."""
+
+
+def write(manifest: Manifest) -> bytes:
+    """The manifest as indented JSON, with its own sum."""
+    manifest = msgspec.structs.replace(manifest, manifest_sha256=_sum(manifest))
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def _sum(manifest: Manifest) -> str:
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, manifest_sha256=""))).hexdigest()
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises `CheckpointError` when it is absent, damaged or of another format."""
+    try:
+        manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder.name}: no {NAME}, so it was never completed") from error
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise CheckpointError(f"{folder.name}: {NAME} cannot be read: {error}") from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder.name}: format version {manifest.format_version}, this fp8watch reads {FORMAT_VERSION}"
+        )
+    if manifest.manifest_sha256 != _sum(manifest):
+        raise CheckpointError(f"{folder.name}: {NAME} does not match its own SHA-256")
+    return manifest

@@ -1,0 +1,57 @@
+"""Which checkpoints go when there are too many, and what an interrupted save leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp8watch.checkpoints.ledger import Ledger
+from fp8watch.errors import CheckpointError
+from fp8watch.records import CheckpointRecord
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = ".unfinished-"
+"""Prefix of a folder that is being written; `<prefix><checkpoint>.<pid>`."""
+
+
+def surplus(records: Sequence[CheckpointRecord], keep: int) -> list[CheckpointRecord]:
+    """What rotation removes, `records` being in the order of saving: tainted ones first, then the oldest.
+
+    Never the newest good one: it is what a rollback needs when everything younger is in doubt.
+    """
+    excess = len(records) - keep
+    if excess <= 0:
+        return []
+    pinned = next((record.checkpoint for record in reversed(records) if record.label == "good"), None)
+    older = records[:-1]  # the one just saved stays, whatever else is there
+    order = [record for record in older if record.label == "tainted"]
+    order += [record for record in older if record.label != "tainted" and record.checkpoint != pinned]
+    return order[:excess]
+
+
+def rotate(ledger: Ledger, keep: int) -> None:
+    """Remove surplus folders and their ledger entries; a folder that cannot be removed stays and is said."""
+    for record in surplus(ledger.checkpoints, keep):
+        try:
+            folder = Path(record.path)
+            # Renamed first: a half-removed checkpoint must not look like a complete one.
+            doomed = folder.with_name(f"{UNFINISHED}{folder.name}.{os.getpid()}")
+            os.rename(folder, doomed)
+            ledger.drop(record.checkpoint)
+            shutil.rmtree(doomed)
+        except (OSError, CheckpointError) as error:
+            logger.warning("old checkpoint %s could not be removed: %s", record.checkpoint, error)
+
+
+def clear_unfinished(root: Path) -> None:
+    """Remove what processes that are gone left half-written or half-removed."""
+    for folder in root.glob(f"{UNFINISHED}*"):
+        process = folder.name.rpartition(".")[2]
+        if process.isdigit() and int(process) != os.getpid() and Path(f"/proc/{process}").exists():
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("removed unfinished %s", folder.name)
