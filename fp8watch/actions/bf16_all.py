@@ -1,0 +1,19 @@
+"""`bf16_all`: every FP8 module runs in BF16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8watch.actions.base import Applied
+from fp8watch.actions.precision import HighPrecision
+
+
+class Bf16All(HighPrecision):
+    """No parameters."""
+
+    name = "bf16_all"
+
+    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+        """See `Action`."""
+        given = {key: value for key, value in params.items() if key != "layers"}
+        return self._hold(step, given, list(self._controls().modules()))

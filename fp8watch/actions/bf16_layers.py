@@ -1,0 +1,19 @@
+"""`bf16_layers`: named modules run in BF16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8watch.actions import params as read
+from fp8watch.actions.base import Applied
+from fp8watch.actions.precision import HighPrecision
+
+
+class Bf16Layers(HighPrecision):
+    """Parameter: `layers`, qualified module names."""
+
+    name = "bf16_layers"
+
+    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+        """See `Action`."""
+        return self._hold(step, params, read.names(params, "layers", self._controls().modules()))

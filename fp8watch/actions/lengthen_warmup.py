@@ -1,0 +1,84 @@
+"""`lengthen_warmup`: while the schedule still warms up, walk it more slowly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8watch.actions import params as read
+from fp8watch.actions.base import Applied, ReadBack
+from fp8watch.actions.context import ActionContext
+from fp8watch.actions.lr_actions import LrAction
+from fp8watch.actions.lr_curve import LrCurve
+from fp8watch.actions.lr_rules import Stretch
+from fp8watch.errors import ActionError
+
+MAX_STEPS = 1_000_000
+"""Longest stretched warm-up: one factor a step and group is held."""
+
+
+class LengthenWarmup(LrAction):
+    """LR(t) = schedule(t0 + (t - t0) / stretch) until both meet. Parameter: `stretch` > 1."""
+
+    name = "lengthen_warmup"
+
+    def __init__(self, context: ActionContext) -> None:
+        super().__init__(context)
+        self._curve = LrCurve(context.lr_scheduler, context.optimizer)
+
+    @property
+    def warmup_steps(self) -> int | None:
+        """Position at which the schedule's warm-up ends, None where that is not known."""
+        return self._curve.warmup_steps
+
+    def unavailable(self) -> str | None:
+        """No scheduler, one that cannot be evaluated, no warm-up, or one that is over."""
+        reason = super().unavailable() or self._curve.unavailable
+        if reason is not None:
+            return reason
+        end, position = self._curve.warmup_steps, self._control.position
+        if end is None:
+            return "the end of the warm-up is not known"
+        if end == 0:
+            return "the schedule has no warm-up"
+        if position is None or position >= end:
+            return f"the warm-up ended at step {end}; rewarm or hold_lr instead"
+        return None
+
+    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+        """See `Action`."""
+        stretch = read.number(params, "stretch", 2.0, above=1.0, at_most=1000.0)
+        if reason := self.unavailable():
+            raise ActionError(reason)
+        start = self._control.position
+        assert start is not None
+        factors = self._factors(start, stretch)
+        return self._stand(
+            step,
+            params,
+            Stretch(start=start, factors=factors),
+            replaces=True,
+            start=start,
+            meets_at=start + len(factors),
+        )
+
+    def _factors(self, start: int, stretch: float) -> tuple[tuple[float, ...], ...]:
+        end = self._curve.warmup_steps
+        assert end is not None
+        last = int((end - start) * stretch) + 1
+        if last > MAX_STEPS:
+            raise ActionError(f"the warm-up would take {last} more steps, at most {MAX_STEPS} are held")
+        factors: list[tuple[float, ...]] = []
+        for ahead in range(last):
+            slow, fast = self._curve.between(start + ahead / stretch), self._curve.at(start + ahead)
+            if ahead and max(slow) >= max(fast) * (1 - 1e-12):
+                break
+            factors.append(tuple(a / b if b > 0 else 1.0 for a, b in zip(slow, fast, strict=True)))
+        return tuple(factors)
+
+    def read_back(self, applied: Applied) -> ReadBack:
+        """As for every LR action, but the first step at t0 has factor 1 and shows nothing."""
+        position = self._control.last_position
+        has_updated = self._control.updates > applied.expected["after_update"]
+        if has_updated and (position is None or position <= applied.expected["start"]):
+            return ReadBack(ok=None, detail=f"the schedule stands at {position}, nothing differs there yet")
+        return super().read_back(applied)

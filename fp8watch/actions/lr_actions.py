@@ -1,0 +1,73 @@
+"""What the three LR actions share: one rule in `LrControl`, read back from the optimizer's last step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from fp8watch.actions.base import Applied, ReadBack
+from fp8watch.actions.context import ActionContext
+from fp8watch.actions.lr_rules import LrRule
+from fp8watch.errors import ActionError
+
+_keys = itertools.count(1)
+
+
+class LrAction:
+    """Base of `lengthen_warmup`, `rewarm` and `hold_lr`."""
+
+    name = ""
+
+    def __init__(self, context: ActionContext) -> None:
+        self._context = context
+        self._control = context.lr
+
+    def unavailable(self) -> str | None:
+        """See `Action`."""
+        return self._control.unavailable()
+
+    def _stand(self, step: int, params: dict[str, Any], rule: LrRule, *, replaces: bool, **expected: Any) -> Applied:
+        if reason := self._control.unavailable():
+            raise ActionError(reason)
+        if replaces:
+            for key in [key for key in self._control.rules if key.startswith(f"{self.name}:")]:
+                self._control.remove(key)
+        key = f"{self.name}:{next(_keys)}"
+        scheduled = self._control.scheduled_lr()
+        self._control.add(key, rule)
+        return Applied(
+            step=step,
+            params=params,
+            before={"learning_rate": max(scheduled)},
+            expected={"rule": key, "after_update": self._control.updates, **expected},
+        )
+
+    def read_back(self, applied: Applied) -> ReadBack:
+        """Whether the optimizer's last step used the LR that the rules ask for."""
+        control = self._control
+        if applied.expected["rule"] not in control.rules:
+            return ReadBack(ok=False, detail="the rule does not stand any more")
+        if control.updates <= applied.expected["after_update"] or not control.scheduled:
+            return ReadBack(ok=None, detail="no optimizer step has been seen since")
+        scheduled = [float(lr) for lr in control.scheduled]
+        effective = [float(lr) for lr in control.effective]
+        demanded = control.demanded()
+        observed = {
+            "learning_rate": max(effective),
+            "scheduled": max(scheduled),
+            "factor": max(effective) / max(scheduled) if max(scheduled) else 1.0,
+        }
+        if control.is_disturbed:
+            return ReadBack(ok=False, observed=observed, detail="something else set the LR during the step")
+        if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(effective, demanded, strict=True)):
+            return ReadBack(
+                ok=False,
+                observed=observed,
+                detail=f"the optimizer used {max(effective):g}, {max(demanded):g} was asked for",
+            )
+        return ReadBack(ok=True, observed=observed)
+
+    def revert(self, applied: Applied) -> None:
+        """Take the rule away; a rule that has ended or was replaced is gone already."""
+        self._control.remove(applied.expected["rule"])

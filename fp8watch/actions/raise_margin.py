@@ -1,0 +1,75 @@
+"""`raise_margin`: more head-room between amax and the format's largest number."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from fp8watch.actions import params as read
+from fp8watch.actions.base import Applied, ReadBack
+from fp8watch.actions.precision import Fp8Action, scale_names
+from fp8watch.errors import ActionError
+
+
+class RaiseMargin(Fp8Action):
+    """Margin of the live recipe plus `bits` powers of two."""
+
+    name = "raise_margin"
+
+    def unavailable(self) -> str | None:
+        """Also where the recipe has no margin."""
+        reason = super().unavailable()
+        if reason is None and self._controls_margin() is None:
+            return "the recipe in use has no margin"
+        return reason
+
+    def _controls_margin(self) -> float | None:
+        return None if self._context.controls is None else self._context.controls.margin()
+
+    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+        """See `Action`."""
+        bits = read.number(params, "bits", 1.0, above=0.0, at_most=8.0)
+        controls = self._controls()
+        before = controls.margin()
+        if before is None:
+            raise ActionError("the recipe in use has no margin")
+        tensors = scale_names(controls)
+        scales = controls.scales(tensors)
+        controls.set_margin(before + bits)
+        return Applied(
+            step=step,
+            params=params,
+            before={"margin": before, "scales": scales},
+            expected={"margin": before + bits, "bits": bits, "after_update": self._context.lr.updates},
+        )
+
+    def read_back(self, applied: Applied) -> ReadBack:
+        """The recipe's margin, and whether the scales in force have followed.
+
+        A setting that the scale update does not read is the classic silent no-op. The scales of a healthy run
+        move by a fraction of a power of two in a step, and not all the same way: their median tells.
+        """
+        controls = self._controls()
+        margin, wanted, bits = controls.margin(), applied.expected["margin"], applied.expected["bits"]
+        if margin is None or not math.isclose(margin, wanted):
+            return ReadBack(ok=False, observed={"margin": margin}, detail=f"the recipe has margin {margin}")
+        if not self._has_updated(applied):
+            return ReadBack(ok=None, observed={"margin": margin}, detail="no scale update has passed since")
+        before = applied.before["scales"]
+        now = controls.scales(list(before))
+        moved = [math.log2(before[name] / scale) for name, scale in now.items() if scale > 0 and before[name] > 0]
+        observed = {"margin": margin, "scales_lowered_by_bits": statistics.median(moved) if moved else None}
+        if not moved:
+            return ReadBack(ok=False, observed=observed, detail="no scale can be read")
+        is_followed = abs(statistics.median(moved) - bits) < max(0.5 * bits, 0.25)
+        detail = "" if is_followed else "the scales in force have not followed"
+        return ReadBack(ok=is_followed, observed=observed, detail=detail)
+
+    def revert(self, applied: Applied) -> None:
+        """Take the bits off again; what others have added since stays."""
+        controls = self._controls()
+        margin = controls.margin()
+        if margin is None:
+            raise ActionError("the recipe in use has no margin any more")
+        controls.set_margin(margin - applied.expected["bits"])

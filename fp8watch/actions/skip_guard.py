@@ -1,0 +1,181 @@
+"""Leaving out an optimizer update whose gradients are not finite.
+
+While armed, the guard decides before `optimizer.step`. Parameters, moments and the optimizer's step counter stay
+as they are. Fused optimizers on an accelerator take the decision on the device (`found_inf`, the mechanism of
+`torch.amp.GradScaler`): no synchronisation. Others cost one scalar read a step while the guard is armed, which
+on a CPU is free. At most `max_in_a_row` updates are left out in a row; then the guard lets go and says so,
+because a run that skips for ever makes no progress and hides the fault.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from fp8watch.actions.clip_control import ClipControl
+
+MAX_IN_A_ROW = 3
+
+
+class SkipGuard:
+    """Decides, update by update, whether the optimizer may step.
+
+    In the optimizer wrapper: `if guard.before_step(): <do not step>`, then `guard.after_step()` in a `finally`,
+    in both cases. Clip before asking.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip: ClipControl | None = None,
+        scaler: Any | None = None,
+        *,
+        max_in_a_row: int = MAX_IN_A_ROW,
+        on_device: bool | None = None,
+    ) -> None:
+        """`on_device` None: on the device for fused optimizers of accelerators, on the host otherwise."""
+        self._optimizer = optimizer
+        self._clip = clip
+        self._scaler = scaler
+        self.max_in_a_row = max_in_a_row
+        self._on_device = on_device
+        self._reasons: set[str] = set()
+        self._in_a_row: int | torch.Tensor = 0
+        self._skipped: bool | torch.Tensor = False
+        self._total: int | torch.Tensor = 0
+        self._consulted = 0
+        self._has_let_go = False
+        self._put_found_inf = False
+        self._was_asked = False
+        self._clip_calls = 0
+
+    def unavailable(self) -> str | None:
+        """Why it cannot guard; None: it can."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            return "the GradScaler already skips updates whose gradients are not finite"
+        return None
+
+    def arm(self, reason: str) -> None:
+        """Guard from the next update on. Several reasons may hold at once."""
+        self._reasons.add(reason)
+
+    def disarm(self, reason: str) -> None:
+        """Drop a reason; without any the guard rests."""
+        self._reasons.discard(reason)
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether any reason holds."""
+        return bool(self._reasons)
+
+    @property
+    def consulted(self) -> int:
+        """Updates it was asked about while armed."""
+        return self._consulted
+
+    @property
+    def last_skipped(self) -> bool | torch.Tensor:
+        """Whether the last update was left out: a bool, or a 0-d device tensor (1.0: left out)."""
+        return self._skipped
+
+    @property
+    def total(self) -> int | torch.Tensor:
+        """Updates left out so far (a 0-d device tensor where the decision is made there)."""
+        return self._total
+
+    @property
+    def has_let_go(self) -> bool:
+        """Host path: whether the last update went through, not finite, because too many in a row were left out."""
+        return self._has_let_go
+
+    def before_step(self) -> bool:
+        """True: leave this update out. On the device path always False, and the kernel leaves it out."""
+        self._was_asked = True
+        self._skipped = False
+        self._has_let_go = False
+        if not self._reasons:
+            return False
+        self._consulted += 1
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            return False  # a GradScaler has decided already
+        flag = self._not_finite()
+        if flag is None:
+            return False
+        if self._decides_on_device(flag):
+            self._decide_on_device(flag)
+            return False
+        is_bad = bool(flag)
+        in_a_row = int(self._in_a_row)
+        if not is_bad:
+            self._in_a_row = 0
+            return False
+        if in_a_row >= self.max_in_a_row:
+            self._has_let_go = True
+            return False
+        self._in_a_row = in_a_row + 1
+        self._total = self._total + 1
+        self._skipped = True
+        return True
+
+    def after_step(self) -> None:
+        """Take back what `before_step` put into the optimizer. Also called for an update it was not asked about."""
+        if not self._was_asked:
+            self._skipped = False
+        self._was_asked = False
+        if self._put_found_inf:
+            self._put_found_inf = False
+            for name in ("found_inf", "grad_scale"):
+                if hasattr(self._optimizer, name):
+                    delattr(self._optimizer, name)
+
+    def _not_finite(self) -> torch.Tensor | None:
+        """0-d bool on the gradients' device; None without gradients. Free of synchronisation."""
+        gradients = [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        if not gradients:
+            return None
+        last = self._clip.last if self._clip is not None else None
+        is_fresh = self._clip is not None and self._clip.calls != self._clip_calls
+        if self._clip is not None:
+            self._clip_calls = self._clip.calls
+        if last is not None and is_fresh:
+            # A norm that is not finite has already spoilt the gradients: 0 or NaN, whatever they were.
+            flag = ~torch.isfinite(last.norm)
+            if last.num_gradients >= len(gradients):
+                return flag
+            return flag | ~torch.isfinite(get_total_norm(gradients, float("inf"))).to(flag.device)
+        return ~torch.isfinite(get_total_norm(gradients, float("inf")))
+
+    def _decides_on_device(self, flag: torch.Tensor) -> bool:
+        if self._on_device is False or (self._on_device is None and flag.device.type == "cpu"):
+            return False
+        groups = self._optimizer.param_groups
+        if not getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            return False
+        if not all(group.get("fused") for group in groups):
+            return False
+        # Fused SGD makes its momentum buffers in the first step, uninitialised: a first step left out by the
+        # kernel would leave garbage there. That one is decided on the host.
+        return not any(
+            group.get("momentum") and "momentum_buffer" not in self._optimizer.state.get(p, {})
+            for group in groups
+            for p in group["params"]
+            if p.grad is not None
+        )
+
+    def _decide_on_device(self, flag: torch.Tensor) -> None:
+        bad = flag.to(torch.float32)
+        before = torch.as_tensor(self._in_a_row, device=bad.device, dtype=torch.float32)
+        skipped = bad * (before < self.max_in_a_row)
+        # Once let go it stays let go until a finite update: the count is kept, not grown, while bad goes on.
+        self._in_a_row = bad * (before + skipped)
+        self._total = torch.as_tensor(self._total, device=bad.device, dtype=torch.float32) + skipped
+        self._skipped = skipped
+        self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self._put_found_inf = True

@@ -1,0 +1,97 @@
+"""`tighten_clip`: a lower limit on the gradient norm than the user's, for gradients that burst."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from fp8watch.actions import params as read
+from fp8watch.actions.base import Applied, ReadBack
+from fp8watch.actions.context import ActionContext
+from fp8watch.errors import ActionError
+
+NON_FINITE_WINDOW = 4
+"""Recent norms that have to be finite: clipping turns a norm that is not into gradients of 0 or NaN."""
+
+
+class TightenClip:
+    """Limit `max_norm`, or `factor` times the limit in force (without one: times the median recent norm).
+
+    While it holds, an update whose norm is not finite is left out.
+    """
+
+    name = "tighten_clip"
+
+    def __init__(self, context: ActionContext) -> None:
+        self._clip = context.clip
+        self._skip = context.skip
+        self._optimizer = context.optimizer
+
+    def unavailable(self) -> str | None:
+        """See `Action`."""
+        for group in self._optimizer.param_groups:
+            if any(hasattr(parameter, "placements") for parameter in group["params"]):
+                return "parameters are sharded (DTensor); clipping them is not supported yet"
+        return None
+
+    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+        """See `Action`. Refuses while the norm is not finite: no limit repairs that."""
+        if reason := self.unavailable():
+            raise ActionError(reason)
+        norms = self._clip.recent_norms()
+        if any(not math.isfinite(norm) for norm in norms[-NON_FINITE_WINDOW:]):
+            raise ActionError("the gradient norm is not finite; clipping turns such gradients into 0 or NaN")
+        before = self._clip.limit
+        in_force = min((limit for limit in (before, self._clip.user_limit) if limit is not None), default=None)
+        limit = self._limit(params, norms, in_force)
+        if limit <= 0.0:
+            raise ActionError("a limit of 0 stops training; halt instead")
+        if in_force is not None and limit >= in_force:
+            raise ActionError(f"a limit of {limit:g} is not below the one in force, {in_force:g}")
+        self._clip.set_limit(limit)
+        self._skip.arm(self.name)
+        return Applied(
+            step=step,
+            params=params,
+            before={"our_limit": before, "limit": in_force},
+            expected={"limit": limit, "after_clip": self._clip.calls},
+        )
+
+    @staticmethod
+    def _limit(params: dict[str, Any], norms: list[float], in_force: float | None) -> float:
+        if params.get("max_norm") is not None:
+            return read.number(params, "max_norm", at_least=0.0)
+        factor = read.number(params, "factor", above=0.0)
+        if in_force is not None and math.isfinite(in_force):
+            return factor * in_force
+        if not norms:
+            raise ActionError("no limit and no gradient norm is known yet; give max_norm")
+        return factor * statistics.median(norms)
+
+    def read_back(self, applied: Applied) -> ReadBack:
+        """The limit of the last clip, and the norm measured after it."""
+        limit = applied.expected["limit"]
+        last = self._clip.last
+        if self._clip.calls <= applied.expected["after_clip"] or last is None:
+            return ReadBack(ok=None, detail="no gradient was clipped since")
+        after = self._clip.norm_after
+        observed: dict[str, Any] = {"limit": last.limit, "norm_before": float(last.norm)}
+        if after is None:
+            return ReadBack(ok=False, observed=observed, detail="the norm after clipping was not measured")
+        observed["norm_after"] = float(after)
+        observed["clipped_ratio"] = self._clip.clipped_ratio()
+        if last.limit is None or last.limit > limit * (1 + 1e-6):
+            return ReadBack(ok=False, observed=observed, detail=f"the last clip used {last.limit}, not {limit:g}")
+        if math.isfinite(float(last.norm)) and not float(after) <= limit * (1 + 1e-3):
+            return ReadBack(ok=False, observed=observed, detail=f"the norm after clipping is above {limit:g}")
+        return ReadBack(ok=True, observed=observed)
+
+    def revert(self, applied: Applied) -> None:
+        """Back to the limit that held before; a later one of ours stays."""
+        if self._clip.limit != applied.expected["limit"]:
+            return
+        before = applied.before["our_limit"]
+        self._clip.set_limit(before)
+        if before is None:
+            self._skip.disarm(self.name)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import TinyRun, everything, same
+from torch import nn
+
+from fp8watch.actions.registry import capabilities
+from fp8watch.errors import ActionError, CheckpointError
+from fp8watch.records import ACTIONS
+
+
+def test_every_action_has_an_entry_and_says_why_it_cannot(tmp_path: Path) -> None:
+    bare = TinyRun(fp8=False, schedule=lambda step: 1.0)
+    assert set(bare.actions) == set(ACTIONS)
+    assert all(action.name == name for name, action in bare.actions.items())
+    can = {name for name, reason in capabilities(bare.actions).items() if not reason}
+    assert can == {"rewarm", "hold_lr", "tighten_clip", "skip_update", "halt"}
+    full = TinyRun(tmp_path, scaler=torch.amp.GradScaler("cpu"))
+    cannot = {name for name, reason in capabilities(full.actions).items() if reason}
+    assert cannot == {"skip_update", "recheck"}
+
+
+def test_loss_scale_read_back_and_revert() -> None:
+    run = TinyRun(fp8=False, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    run.run(2)
+    applied = run.apply("adjust_loss_scale", factor=0.25)
+    assert run.scaler.get_scale() == 256.0
+    assert run.read_back("adjust_loss_scale", applied).ok is True
+    run.step()
+    assert run.scaler.get_scale() == 256.0
+    run.actions["adjust_loss_scale"].revert(applied)
+    assert run.scaler.get_scale() == 1024.0
+    assert run.read_back("adjust_loss_scale", applied).ok is False
+
+
+def test_a_loss_scale_that_is_not_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun(fp8=False, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    run.run(2)
+    monkeypatch.setattr(run.scaler, "update", lambda new_scale=None: None)
+    applied = run.apply("adjust_loss_scale", factor=0.25)
+    assert run.read_back("adjust_loss_scale", applied).ok is False
+
+
+def test_loss_scale_of_an_unused_scaler_and_out_of_range() -> None:
+    run = TinyRun(fp8=False, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    with pytest.raises(ActionError, match="not been used"):
+        run.apply("adjust_loss_scale", factor=0.5)
+    run.step()
+    for params in ({"factor": 0.0}, {"value": 1e40}, {}):
+        with pytest.raises(ActionError):
+            run.apply("adjust_loss_scale", **params)
+    assert run.scaler.get_scale() == 1024.0
+
+
+def test_checkpoint_now_is_read_back_from_disk(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path)
+    run.run(3)
+    applied = run.apply("checkpoint_now")
+    assert run.read_back("checkpoint_now", applied).ok is True
+    (Path(applied.expected["path"]) / "model.pt").write_bytes(b"")
+    assert run.read_back("checkpoint_now", applied).ok is False
+    with pytest.raises(ActionError):
+        run.actions["checkpoint_now"].revert(applied)
+
+
+def test_a_save_that_fails_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun(tmp_path)
+    run.run(3)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.save", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.apply("checkpoint_now")
+    run.step()
+
+
+def test_cadence_read_back_and_revert(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, every=100)
+    applied = run.apply("checkpoint_cadence", every=2)
+    assert run.read_back("checkpoint_cadence", applied).ok is True
+    run.run(4)
+    assert run.manager is not None
+    assert [record.step for record in run.manager.records()] == [2, 4]
+    run.actions["checkpoint_cadence"].revert(applied)
+    assert run.manager.every == 100
+    assert run.read_back("checkpoint_cadence", applied).ok is False
+    with pytest.raises(ActionError):
+        run.apply("checkpoint_cadence", every=0)
+
+
+def test_a_cadence_that_is_ignored_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun(tmp_path, every=100)
+    monkeypatch.setattr(run.manager, "set_every", lambda every: None)
+    assert run.read_back("checkpoint_cadence", run.apply("checkpoint_cadence", every=2)).ok is False
+
+
+def test_halt_sets_the_reason_and_can_be_withdrawn() -> None:
+    run = TinyRun(fp8=False)
+    applied = run.apply("halt", reason="two rollbacks in a day")
+    assert run.context.halt_reason == "two rollbacks in a day"
+    assert run.read_back("halt", applied).ok is True
+    run.actions["halt"].revert(applied)
+    assert run.context.halt_reason is None
+    assert run.read_back("halt", applied).ok is False
+
+
+def with_forward(run: TinyRun) -> None:
+    generator = torch.Generator().manual_seed(7)
+    inputs, targets = torch.randn(8, 16, generator=generator), torch.randn(8, 16, generator=generator)
+    run.context.forward = lambda: nn.functional.mse_loss(run.model(inputs), targets)
+
+
+def test_recheck_agrees_on_a_sound_device_and_leaves_no_trace() -> None:
+    run = TinyRun(fp8=True)
+    run.run(3)
+    with_forward(run)
+    before = everything(run)
+    applied = run.apply("recheck")
+    assert applied.expected["agree"] is True
+    assert same(before, everything(run))
+    assert run.read_back("recheck", applied).ok is True
+    twin = TinyRun(fp8=True)
+    twin.run(6)
+    third = TinyRun(fp8=True)
+    third.run(3)
+    with_forward(third)
+    third.apply("recheck")
+    third.run(3)
+    assert third.losses == twin.losses
+
+
+def test_recheck_sees_one_flipped_bit() -> None:
+    run = TinyRun(fp8=True)
+    run.run(3)
+    with_forward(run)
+    calls: list[int] = []
+
+    def flip(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            gradient = gradient.clone()
+            gradient.view(torch.int32)[0] ^= 1
+        return gradient
+
+    run.model.get_submodule("3").bias.register_hook(flip)
+    applied = run.apply("recheck")
+    assert applied.expected["agree"] is False
+    assert "differ" in run.read_back("recheck", applied).detail
+
+
+def test_recheck_puts_everything_back_when_the_forward_fails() -> None:
+    run = TinyRun(fp8=True)
+    run.run(3)
+    before = everything(run)
+
+    def explode() -> torch.Tensor:
+        run.model(torch.ones(8, 16))
+        raise RuntimeError("out of memory")
+
+    run.context.forward = explode
+    with pytest.raises(RuntimeError):
+        run.apply("recheck")
+    assert same(before, everything(run))
