@@ -1,0 +1,72 @@
+"""`runs/<run>/endpoint.json`: where a run's process, socket, metrics and store are.
+
+Written by the agent, read by the command line and the console. It stays after the end of the run, because it
+names the store; `state` then says `ended` and socket and metrics address are empty.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from fp8watch.transport import places
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What `endpoint.json` holds."""
+
+    run: str
+    pid: int
+    """Process that serves (or served) the run."""
+    host: str
+    socket: str
+    metrics_url: str
+    store: str
+    """Absolute path of the SQLite file; empty when the store is in the process's memory only."""
+    state: Literal["live", "ended"] = "live"
+    started_unix: float = 0.0
+
+
+def write(directory: Path, endpoint: Endpoint) -> None:
+    """Write a run's endpoint under `directory`, at once or not at all. Raises `OSError`."""
+    path = places.endpoint_file(directory, endpoint.run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(endpoint), indent=2) + b"\n")
+
+
+def read(directory: Path, run: str) -> Endpoint | None:
+    """A run's endpoint; None when there is none that can be read."""
+    return _read(places.endpoint_file(directory, run))
+
+
+def read_all(directory: Path) -> Iterator[Endpoint]:
+    """Every endpoint under `directory`, by folder name."""
+    for path in sorted(directory.glob("runs/*/endpoint.json")):
+        endpoint = _read(path)
+        if endpoint is not None:
+            yield endpoint
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put `content` in the place of `path`; a reader sees the old or the new. Raises `OSError`."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)  # Prometheus and the console may run as other users
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _read(path: Path) -> Endpoint | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Endpoint)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,258 @@
+"""The transport thread: connects, sends what is queued, receives replies, keeps the background process alive.
+
+Everything slow is here: encoding, system calls, waiting, starting a process. It shares with the training
+thread only the queue, the inbox, the notes and a few plain attributes, none of them behind a lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+import msgspec
+
+from fp8watch import wire
+from fp8watch.errors import WireError
+from fp8watch.records import Goodbye, Message, Reply, StepFrame, Welcome
+from fp8watch.settings import Settings
+from fp8watch.transport.process import AgentProcess
+from fp8watch.transport.queue import OutgoingQueue
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.02
+"""How long a queued message may wait. Polled: waking this thread by a system call would cost the training
+thread its hold on the interpreter."""
+FIRST_RETRY_SECONDS = 0.05
+MAX_RETRY_SECONDS = 1.0
+STABLE_SECONDS = 2.0
+"""A connection that lasted this long was good: the next attempts are quick again."""
+READ_BYTES = 256 * 1024
+
+
+class Link(threading.Thread):
+    """One connection to an agent, made again whenever it breaks. `process` None: somebody else runs the agent."""
+
+    def __init__(
+        self, *, address: Path, settings: Settings, queue: OutgoingQueue, process: AgentProcess | None
+    ) -> None:
+        super().__init__(name="fp8watch-transport", daemon=True)
+        self._address = address
+        self._settings = settings
+        self._queue = queue
+        self._process = process
+        self._socket: socket.socket | None = None
+        self._splitter = wire.Splitter()
+        self._preamble: deque[Message] = deque()
+        self._current: Message | None = None
+        self._pending = memoryview(b"")
+        self._stop = threading.Event()
+        self._deadline = 0.0
+        self._warned: set[str] = set()
+        self.preamble: tuple[Message, ...] = ()
+        self.inbox: deque[Reply] = deque(maxlen=4096)
+        self.notes: deque[str] = deque(maxlen=256)
+        self.dropped: Counter[str] = Counter()
+        """Counted by this thread only; the queue counts what it pushes out."""
+        self.is_connected = False
+        self.has_given_up = False
+        self.num_connections = 0
+        self.finished = threading.Event()
+
+    def run(self) -> None:
+        """Thread body; ends after `stop` or when the process is given up."""
+        try:
+            self._run()
+        except Exception as error:
+            logger.exception("fp8watch transport failed")
+            self._give_up(f"transport failed ({error!r}); training goes on unwatched")
+        finally:
+            self._disconnect()
+            self.finished.set()
+            if self._process is not None:
+                if self.num_connections == 0:
+                    self._process.terminate()
+                self._process.reap(self._settings.end_grace_seconds + 5.0)
+
+    def stop(self, deadline: float) -> None:
+        """Send what is queued until `deadline` (time.monotonic), then close."""
+        self._deadline = deadline
+        self._stop.set()
+
+    def close_in_child(self) -> None:
+        """Let go of the socket in a forked child. Takes no lock."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _run(self) -> None:
+        retry_seconds = FIRST_RETRY_SECONDS
+        out_since = in_since = time.monotonic()
+        is_out_noted = False
+        while not self._is_done():
+            if self._socket is not None:
+                self._exchange(self._socket)
+                if self._socket is None:
+                    if time.monotonic() - in_since > STABLE_SECONDS:
+                        retry_seconds = FIRST_RETRY_SECONDS
+                    out_since = time.monotonic()
+                    self._stop.wait(retry_seconds)
+                continue
+            if self._connect():
+                in_since = time.monotonic()
+                if is_out_noted:
+                    self.notes.append(f"agent at {self._address} reached again")
+                    is_out_noted = False
+                retry_seconds = min(retry_seconds * 1.5, MAX_RETRY_SECONDS)
+                continue
+            if self._process is not None and not self._keep_process(self._process):
+                return
+            if not is_out_noted and time.monotonic() - out_since > self._settings.connect_seconds:
+                is_out_noted = True
+                self.notes.append(
+                    f"no agent at {self._address} for {self._settings.connect_seconds:g} s: "
+                    "frames are held, then dropped and counted; still trying"
+                )
+            if self._stop.is_set():
+                time.sleep(IDLE_SECONDS)
+            else:
+                self._stop.wait(retry_seconds)
+            retry_seconds = min(retry_seconds * 1.5, MAX_RETRY_SECONDS)
+
+    def _is_done(self) -> bool:
+        if not self._stop.is_set():
+            return False
+        return time.monotonic() >= self._deadline or (
+            self.is_connected and not self._preamble and not self._pending and len(self._queue) == 0
+        )
+
+    def _connect(self) -> bool:
+        candidate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Set before connecting, so that a fork at any moment finds the descriptor and closes it.
+        self._socket = candidate
+        try:
+            candidate.settimeout(0.5)  # connect blocks when the agent's backlog is full
+            candidate.connect(os.fspath(self._address))
+            candidate.setblocking(False)
+        except OSError as error:
+            logger.debug("cannot connect to %s: %s", self._address, error)
+            candidate.close()
+            self._socket = None
+            return False
+        self._splitter = wire.Splitter()
+        self._preamble = deque(self.preamble)
+        self._pending = memoryview(b"")
+        unsent, self._current = self._current, None
+        if unsent is not None and unsent not in self._preamble:
+            self._preamble.append(unsent)  # was cut off by the end of the last connection
+        self.num_connections += 1
+        self.is_connected = True
+        return True
+
+    def _disconnect(self) -> None:
+        self.is_connected = False
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
+
+    def _exchange(self, connection: socket.socket) -> None:
+        """Wait a little for something to do, and do it."""
+        if not self._pending:
+            self._load_next()
+        poller = select.poll()
+        poller.register(connection, select.POLLIN | (select.POLLOUT if self._pending else 0))
+        seconds = 0.2 if self._pending and not self._stop.is_set() else IDLE_SECONDS
+        events = poller.poll(seconds * 1000)
+        try:
+            if events and events[0][1] & select.POLLIN and not self._receive(connection):
+                self._disconnect()
+                return
+            if self._pending:
+                self._pending = self._pending[connection.send(self._pending) :]
+                if not self._pending:
+                    self._current = None
+            elif events and not events[0][1] & select.POLLIN:  # hung up or in error, nothing left to read
+                self._disconnect()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            logger.debug("connection to %s broke: %s", self._address, error)
+            self._disconnect()
+
+    def _load_next(self) -> None:
+        message = self._preamble.popleft() if self._preamble else self._queue.take()
+        if message is None:
+            return
+        if isinstance(message, StepFrame | Goodbye):
+            dropped = self.dropped + self._queue.overflowed
+            if dropped:
+                message = msgspec.structs.replace(message, dropped=dict(dropped))
+        try:
+            self._pending = memoryview(wire.frame(message))
+            self._current = message
+        except WireError as error:
+            self.dropped["too_large"] += 1
+            self._warn_once(f"message dropped: {error}")
+        except Exception as error:  # a value msgpack has no form for
+            self.dropped["unencodable"] += 1
+            self._warn_once(f"message dropped: {error!r}")
+
+    def _receive(self, connection: socket.socket) -> bool:
+        """Read what is there; False at the end of the stream or when it makes no sense."""
+        data = connection.recv(READ_BYTES)
+        if not data:
+            return False
+        try:
+            for body in self._splitter.feed(data):
+                self._accept(body)
+        except WireError as error:
+            self._warn_once(f"agent at {self._address} does not speak fp8watch: {error}")
+            return False
+        return True
+
+    def _accept(self, body: bytes) -> None:
+        try:
+            reply = wire.unpack_reply(body)
+        except WireError as error:
+            self._warn_once(f"reply of the agent was not understood: {error}")
+            return
+        if isinstance(reply, Welcome):
+            for warning in reply.warnings:
+                self._warn_once(warning)
+        self.inbox.append(reply)
+
+    def _keep_process(self, process: AgentProcess) -> bool:
+        """See to it that a process runs; False when it is given up."""
+        if process.is_running() or self._stop.is_set():
+            return True
+        is_restart = process.num_starts > 0
+        if is_restart and not process.has_restarts_left():
+            self._give_up(
+                f"background process {process.ending()} again (log: {process.log}); training goes on unwatched"
+            )
+            return False
+        before = process.ending()
+        try:
+            process.start()
+        except OSError as error:
+            self._give_up(f"background process could not be started ({error}); training goes on unwatched")
+            return False
+        if is_restart:
+            self.notes.append(f"background process {before}; restarted as {process.pid} (log: {process.log})")
+        return True
+
+    def _give_up(self, note: str) -> None:
+        self.notes.append(note)
+        self.has_given_up = True
+        while self._queue.take() is not None:
+            self.dropped["disconnected"] += 1
+
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self._warned and len(self._warned) < 64:
+            self._warned.add(warning)
+            self.notes.append(warning)

@@ -1,0 +1,120 @@
+"""The embedded background process: started from the transport thread, watched, started again once.
+
+`subprocess` with a session of its own: never multiprocessing, whose fork after CUDA initialisation breaks
+the child and whose children inherit the rendezvous socket. The process's own sign of life is the other way
+round: it ends by itself when the trainer's sockets close (`fp8watch_agent.lifecycle`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+from fp8watch.settings import Settings
+from fp8watch.transport import places
+
+logger = logging.getLogger(__name__)
+
+_children: list[subprocess.Popen[bytes]] = []
+"""Not yet reaped: `Popen` complains when it is collected while its process runs."""
+
+
+class AgentProcess:
+    """Starts `python -m fp8watch_agent --embedded` and says what became of it. Used by one thread."""
+
+    def __init__(self, *, run: str, socket: Path, settings: Settings) -> None:
+        self._run = run
+        self._socket = socket
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self.num_starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it was started by us, dead or alive."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def log(self) -> Path:
+        """Where its output goes."""
+        return places.run_folder(self._settings.dir.absolute(), self._run) / "agent.log"
+
+    def is_running(self) -> bool:
+        """Whether the process that was started last still lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def has_restarts_left(self) -> bool:
+        """Whether `start` may be called once more."""
+        return self.num_starts <= self._settings.restart_limit
+
+    def start(self) -> None:
+        """Start it. Raises `OSError`."""
+        self.num_starts += 1
+        _reap()
+        with self._open_log() as log:
+            self._process = subprocess.Popen(
+                [*self._command()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                close_fds=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        _children.append(self._process)
+        logger.debug("started background process %s", self._process.pid)
+
+    def ending(self) -> str:
+        """How the process ended, for a person."""
+        code = None if self._process is None else self._process.returncode
+        if code is None:
+            return "is running"
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def terminate(self) -> None:
+        """Ask it to go: nobody will connect to it any more."""
+        if self._process is not None and self.is_running():
+            self._process.terminate()
+
+    def reap(self, timeout_seconds: float) -> None:
+        """Wait for its end so that no zombie stays in a trainer that lives on after detaching."""
+        deadline = time.monotonic() + timeout_seconds
+        while self.is_running() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        _reap()
+
+    def _command(self) -> list[str]:
+        settings = self._settings
+        return [
+            sys.executable, "-m", "fp8watch_agent", "--embedded",
+            "--run", self._run,
+            "--socket", str(self._socket),
+            "--dir", str(settings.dir.absolute()),
+            "--metrics-port", str(settings.metrics_port),
+            "--parent-pid", str(os.getpid()),
+            "--end-grace-seconds", str(settings.end_grace_seconds),
+            "--connect-seconds", str(settings.connect_seconds),
+            "--log-level", settings.log_level,
+        ]  # fmt: skip
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            return self.log.open("ab")
+        except OSError:
+            # An unwritable FP8WATCH_DIR is reported by the process itself, which keeps its store elsewhere.
+            return open(os.devnull, "ab")
+
+
+def _reap() -> None:
+    for child in list(_children):
+        if child.poll() is not None:
+            _children.remove(child)

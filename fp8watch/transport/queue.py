@@ -1,0 +1,72 @@
+"""What waits to be sent: two deques, filled by the training thread and emptied by the transport thread.
+
+No lock: `deque.append` and `popleft` are atomic, so that the training thread cannot be made to wait for a
+thread that holds one. Frames are bounded and the oldest goes first; everything else (results, checkpoints,
+layouts, hello and goodbye) has room of its own, so that a burst of frames never pushes it out. The order in
+which messages were put is kept across both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+
+from fp8watch.records import Message, StepFrame
+
+MAX_KEPT = 4096
+"""Messages other than frames that are held; a run sends a handful in a hundred steps."""
+
+_Entry = tuple[int, Message]
+
+
+class OutgoingQueue:
+    """A bounded queue with one producer and one consumer."""
+
+    def __init__(self, max_frames: int) -> None:
+        self._max_frames = max_frames
+        self._frames: deque[_Entry] = deque()
+        self._kept: deque[_Entry] = deque()
+        self._sequence = itertools.count()
+        self._next_frame: _Entry | None = None
+        self._next_kept: _Entry | None = None
+        self.overflowed: Counter[str] = Counter()
+        """Messages pushed out, by the reason given to `put`; written by the producer only."""
+
+    def put(self, message: Message, reason_when_full: str) -> None:
+        """Add a message; the oldest of its kind goes, counted, when there is no room. Producer side."""
+        is_frame = type(message) is StepFrame
+        queue, limit = (self._frames, self._max_frames) if is_frame else (self._kept, MAX_KEPT)
+        queue.append((next(self._sequence), message))
+        while len(queue) > limit:
+            try:
+                queue.popleft()
+            except IndexError:  # the consumer was quicker: there is room now
+                return
+            self.overflowed[reason_when_full] += 1
+
+    def take(self) -> Message | None:
+        """The oldest message, None when there is none. Consumer side."""
+        # Heads are taken out before they are compared: a head merely looked at could be pushed out meanwhile.
+        if self._next_frame is None:
+            self._next_frame = _popleft(self._frames)
+        if self._next_kept is None:
+            self._next_kept = _popleft(self._kept)
+        frame, kept = self._next_frame, self._next_kept
+        if frame is None and kept is None:
+            return None
+        if kept is None or (frame is not None and frame[0] < kept[0]):
+            assert frame is not None
+            self._next_frame = None
+            return frame[1]
+        self._next_kept = None
+        return kept[1]
+
+    def __len__(self) -> int:
+        return len(self._frames) + len(self._kept) + (self._next_frame is not None) + (self._next_kept is not None)
+
+
+def _popleft(queue: deque[_Entry]) -> _Entry | None:
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
