@@ -11,7 +11,11 @@ from typing import Literal
 
 PREFIX = "fp8watch_"
 TENSOR_LABELS = ("run", "block", "layer", "tensor")
-"""`layer` is empty but for the worst K layers, so that the series stay within budget."""
+"""`layer` is empty but for the worst K layers, so that the series stay within budget.
+
+With an empty layer a series speaks of a block: gauges are the extreme over its layers, counters the sum. The worst
+layers have gauges besides, never counters, so that summing a counter counts every element once.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +48,21 @@ CATALOGUE: tuple[Metric, ...] = (
            "run", "rank", "gpu", "UUID"),
     _gauge("step", "Optimizer steps done; goes back at a rollback."),
     _gauge("attempt", "Grows at every rollback or restart."),
-    _gauge("loss", "Training loss of the last step that was finite."),
+    _gauge("loss", "Training loss, mean over ranks; last finite value."),
+    _gauge("loss_max", "Largest training loss of any rank; last finite values."),
+    _gauge("loss_max_rank", "Rank that holds the largest training loss."),
     _gauge("grad_norm", "Global gradient norm before clipping; last finite value."),
     _gauge("learning_rate", "Learning rate in force, remedies included."),
     _gauge("clip_limit", "Gradient clipping limit in force, remedies included."),
     _gauge("loss_scale", "Loss scale in force."),
     _gauge("update_rms", "Root mean square of the last parameter update, from a sample of the parameters."),
-    _gauge("tensor_amax", "Largest magnitude in a quantized tensor; last finite value.", *TENSOR_LABELS),
+    _gauge("tensor_amax", "Largest magnitude in a quantized tensor, over the block where layer is empty; "
+           "last finite value.", *TENSOR_LABELS),
     _gauge("tensor_amax_max_60s", "Maximum of fp8watch_tensor_amax over 60 seconds.", *TENSOR_LABELS),
-    _gauge("tensor_scale", "Scale a tensor was multiplied by before its last FP8 cast.", *TENSOR_LABELS),
-    _gauge("tensor_headroom_log2", "log2(fp8_max / (amax * scale)); negative: the tensor clipped.", *TENSOR_LABELS),
+    _gauge("tensor_scale", "Scale a tensor was multiplied by before its last FP8 cast, the largest of the block "
+           "where layer is empty.", *TENSOR_LABELS),
+    _gauge("tensor_headroom_log2", "log2(fp8_max / (amax * scale)), the smallest of the block where layer is empty; "
+           "negative: the tensor clipped.", *TENSOR_LABELS),
     _gauge("tensor_headroom_log2_min_60s", "Minimum of fp8watch_tensor_headroom_log2 over 60 seconds.",
            *TENSOR_LABELS),
     _gauge("bf16_modules", "FP8 modules that run in BF16 now."),
@@ -68,7 +77,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("quantized_elements_total", "Elements cast to FP8 in sampled steps.", *TENSOR_LABELS),
     _counter("saturated_elements_total", "Elements clipped to the format's maximum in sampled steps.", *TENSOR_LABELS),
     _counter("underflowed_elements_total", "Non-zero elements that became zero in sampled steps.", *TENSOR_LABELS),
-    _counter("nonfinite_total", "Non-finite values seen, by quantity (loss, grad_norm, amax, scale, tensor).",
+    _counter("nonfinite_total", "Non-finite values seen, by quantity: loss, grad_norm, update_rms, parameter "
+             "(steps); amax, scale (tensors); tensor (elements, in sampled steps).",
              "run", "quantity"),
     _counter("tensor_clipped_steps_total", "Steps in which amax * scale exceeded the format's maximum (exact).",
              *TENSOR_LABELS),
@@ -76,7 +86,9 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("skipped_steps_total", "Optimizer steps skipped because the gradient was not finite."),
     _counter("loss_spikes_total", "Incidents of the loss_spike detector."),
     _counter("findings_total", "Findings.", "run", "detector", "cause", "severity"),
-    _counter("actions_total", "Actions by outcome.", "run", "action", "outcome"),
+    _counter("actions_total", "Actions: outcome pending counts each when it is applied, the others where it ended "
+             "(helped, no_effect, reverted; failed, vetoed, expired, unavailable, refused: not applied).",
+             "run", "action", "outcome"),
     _counter("frames_dropped_total", "Frames that were lost, by reason.", "run", "reason"),
     _counter("store_errors_total", "Writes to the store that failed.", "run"),
     _counter("agent_series_dropped_total", "Series left out to stay within the series budget.", "run"),

@@ -1,0 +1,8 @@
+"""`python -m fp8watch_agent`: what a training process starts in the background."""
+
+from __future__ import annotations
+
+from fp8watch_agent.cli import app
+
+if __name__ == "__main__":
+    app(prog_name="fp8watch agent")

@@ -1,0 +1,79 @@
+"""`fp8watch agent`: one process that receives frames, exports metrics and runs the controller.
+
+With `--embedded` it belongs to one run and ends with it; that is how a training process starts it. Without, it
+stays and serves every run that connects.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8watch.errors import EXIT_BAD_INPUT, BadInput
+from fp8watch.settings import Settings
+from fp8watch.transport.channel import agent_address
+from fp8watch_agent import program
+from fp8watch_agent.options import AgentOptions
+
+DEFAULT_SOCKET = "unix:///run/fp8watch/agent.sock"
+
+app = typer.Typer(
+    help="Receive frames of training ranks, export metrics, find and act.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def agent(
+    socket: Annotated[str | None, typer.Option(help="Socket to serve; default: FP8WATCH_AGENT.")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="FP8WATCH_DIR.")] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address of /metrics.")] = "127.0.0.1",
+    metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0: a free one.")] = None,
+    series_budget: Annotated[int, typer.Option(help="Series shown at most, all runs together.")] = 5000,
+    worst_layers: Annotated[int, typer.Option(help="Layers of a run with series of their own.")] = 10,
+    embedded: Annotated[bool, typer.Option(help="Belong to one run and end with it.")] = False,
+    run: Annotated[str | None, typer.Option(help="The run (embedded).")] = None,
+    parent_pid: Annotated[int | None, typer.Option(help="Process of the trainer (embedded).")] = None,
+    end_grace_seconds: Annotated[float | None, typer.Option(help="From the last rank's end to ours.")] = None,
+    connect_seconds: Annotated[float | None, typer.Option(help="Wait for the first rank (embedded).")] = None,
+    log_level: Annotated[str | None, typer.Option(help="Level of the log on stderr.")] = None,
+) -> None:
+    """Serve until told to stop (SIGTERM), or embedded until the run ends."""
+    settings = Settings()
+    if embedded and (run is None or socket is None):
+        raise typer.BadParameter("--embedded needs --run and --socket")
+    logging.basicConfig(
+        level=(log_level or settings.log_level).upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    home = directory if directory is not None else settings.dir
+    try:
+        address = _socket(socket or settings.agent or DEFAULT_SOCKET)
+    except BadInput as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+    options = AgentOptions(
+        socket=address,
+        directory=home.absolute(),
+        run=run if embedded else None,
+        parent_pid=parent_pid,
+        metrics_host=metrics_host,
+        metrics_port=settings.metrics_port if metrics_port is None else metrics_port,
+        end_grace_seconds=settings.end_grace_seconds if end_grace_seconds is None else end_grace_seconds,
+        connect_seconds=settings.connect_seconds if connect_seconds is None else connect_seconds,
+        series_budget=series_budget,
+        worst_layers=worst_layers,
+        store_full_steps=settings.store_full_steps,
+        store_limit_bytes=settings.store_limit_bytes,
+    )
+    code = program.run(options)
+    if code:
+        raise typer.Exit(code)
+
+
+def _socket(address: str) -> Path:
+    return Path(os.path.abspath(address)) if "://" not in address else agent_address(address)

@@ -1,0 +1,117 @@
+"""What /metrics shows: fed by the server and the controller, read by scrapes on other threads.
+
+One lock, held for the microseconds a frame takes to be taken in and for the copying of a snapshot, never
+while text is made. No destructor, signal handler or garbage collection callback takes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from fp8watch.records import (
+    ActionRecord,
+    Evaluation,
+    Finding,
+    Goodbye,
+    Hello,
+    Layout,
+    Message,
+    RunRecord,
+    StepFrame,
+    Stored,
+)
+from fp8watch_agent import families
+from fp8watch_agent.run_metrics import RunMetrics
+
+NO_RUN = ""
+"""Label of what cannot be put down to a run, such as bytes of a foreign client."""
+
+
+class MetricsState:
+    """State of all runs of this process. `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        series_budget: int = 5000,
+        worst_layers: int = 10,
+        ended_ttl_seconds: float = 600.0,
+        mode_of: Callable[[Hello], str] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._budget = series_budget
+        self._worst_layers = worst_layers
+        self._ttl_seconds = ended_ttl_seconds
+        self._mode_of = mode_of
+        self._lock = threading.Lock()
+        self._runs: dict[str, RunMetrics] = {}
+
+    def observe(self, message: Message) -> None:
+        """Take in what a rank sent. Raises `WireError` when its columns do not fit its layout."""
+        now = self._clock()
+        mode = self._mode_of(message) if isinstance(message, Hello) and self._mode_of is not None else None
+        with self._lock:
+            run = self._run(message.run)
+            if isinstance(message, StepFrame):
+                run.frame(message, now)
+            elif isinstance(message, Layout):
+                run.layout(message)
+            elif isinstance(message, Hello):
+                run.greet(message, now)
+                run.mode = mode or run.mode
+            elif isinstance(message, Goodbye):
+                run.goodbye(message)
+            elif isinstance(message, Evaluation):
+                run.evaluations.update(message.scores)
+
+    def record(self, stored: Stored) -> None:
+        """Take in what the controller stored: the listener of `RunController`."""
+        with self._lock:
+            run = self._run(stored.run)
+            if isinstance(stored, Finding):
+                run.finding(stored)
+            elif isinstance(stored, ActionRecord):
+                run.action(stored)
+            elif isinstance(stored, RunRecord):
+                run.set_state(stored.state, self._clock())
+
+    def drop(self, run: str | None, reason: str) -> None:
+        """Count a message that this process dropped."""
+        with self._lock:
+            self._run(run or NO_RUN).dropped[reason] += 1
+
+    def store_error(self, run: str) -> None:
+        """Count a write to the store that failed."""
+        with self._lock:
+            self._run(run).store_errors += 1
+
+    def rank_left(self, run: str, rank: int) -> None:
+        """A rank is gone and will not be back while others of its run go on."""
+        with self._lock:
+            if run in self._runs:
+                self._runs[run].forget_rank(rank)
+
+    def run_over(self, run: str, state: str) -> None:
+        """No rank is left; keeps a state that the controller has already given."""
+        with self._lock:
+            if run in self._runs and self._runs[run].state == "running":
+                self._runs[run].set_state(state, self._clock())
+
+    def snapshot(self) -> list[families.Family]:
+        """All families with their samples now, within the series budget; what ended long ago is let go."""
+        now = self._clock()
+        with self._lock:
+            for name, run in list(self._runs.items()):
+                if run.state != "running" and now - run.state_since > self._ttl_seconds:
+                    del self._runs[name]
+            return families.build(list(self._runs.values()), now, self._budget)
+
+    def _run(self, name: str) -> RunMetrics:
+        if name not in self._runs:
+            self._runs[name] = RunMetrics(name, self._worst_layers)
+            if name == NO_RUN:
+                return self._runs[name]
+            self._runs[name].set_state("running", self._clock())
+        return self._runs[name]

@@ -1,0 +1,122 @@
+"""The agent process from start to end: socket, exporter, sessions, signals, clean-up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fp8watch.controller.service import RunController
+from fp8watch.controller.store import Store
+from fp8watch.errors import EXIT_UNREACHABLE, MissingDependency
+from fp8watch.policy.load import parse
+from fp8watch.records import Hello, Stored
+from fp8watch.transport import places
+from fp8watch_agent import server
+from fp8watch_agent.lifecycle import Lifecycle
+from fp8watch_agent.metrics_state import MetricsState
+from fp8watch_agent.options import AgentOptions
+from fp8watch_agent.session import Controller, RunSession
+
+if TYPE_CHECKING:
+    from fp8watch_agent.exporter import Exporter
+
+logger = logging.getLogger(__name__)
+
+
+def run(options: AgentOptions) -> int:
+    """Serve until the end; the process's exit code. 3: the socket cannot be had."""
+    try:
+        if options.is_embedded:
+            places.private_folder(options.socket.parent)
+        else:
+            options.socket.parent.mkdir(parents=True, exist_ok=True)
+        listener = server.listen(options.socket)
+    except OSError as error:
+        logger.error("cannot serve %s: %s", options.socket, error)
+        return EXIT_UNREACHABLE
+    metrics = MetricsState(
+        clock=time.monotonic,
+        series_budget=options.series_budget,
+        worst_layers=options.worst_layers,
+        ended_ttl_seconds=options.ended_ttl_seconds,
+        mode_of=_mode,
+    )
+    exporter, problem = _start_exporter(metrics, options)
+    url = "" if exporter is None else exporter.url
+    logger.info("agent %d serves %s, metrics at %s", os.getpid(), options.socket, url or "none")
+    try:
+        asyncio.run(_serve(options, metrics, listener, url, problem))
+    finally:
+        if exporter is not None:
+            exporter.stop()
+        listener.close()
+    logger.info("agent %d ends", os.getpid())
+    return 0
+
+
+async def _serve(
+    options: AgentOptions, metrics: MetricsState, listener: socket.socket, metrics_url: str, problem: str | None
+) -> None:
+    identity = os.stat(options.socket)
+
+    def make_controller(store: Store, listener: Callable[[Stored], None]) -> Controller:
+        return RunController(store, clock=time.time, listener=listener, directory=options.directory)
+
+    def open_session(name: str) -> RunSession:
+        session = RunSession(name, options=options, metrics=metrics, metrics_url=metrics_url, make=make_controller)
+        if problem is not None:
+            session.warn(problem)
+        return session
+
+    agent = server.AgentServer(
+        lifecycle=Lifecycle(
+            is_embedded=options.is_embedded,
+            started=time.monotonic(),
+            connect_seconds=options.connect_seconds,
+            end_grace_seconds=options.end_grace_seconds,
+        ),
+        metrics=metrics,
+        open_session=open_session,
+        only_run=options.run,
+        parent_pid=options.parent_pid,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.stop)
+    try:
+        await agent.serve(listener)
+    finally:
+        # Only our own: a successor may already have put its socket in this place.
+        with contextlib.suppress(OSError):
+            if os.stat(options.socket).st_ino == identity.st_ino:
+                options.socket.unlink()
+
+
+def _start_exporter(metrics: MetricsState, options: AgentOptions) -> tuple[Exporter | None, str | None]:
+    """The exporter, or None and why there is none: findings and actions do not depend on it."""
+    try:
+        from fp8watch_agent.exporter import Exporter
+
+        exporter = Exporter(metrics)
+        exporter.start(options.metrics_host, options.metrics_port)
+    except (MissingDependency, OSError) as error:
+        logger.warning("no metrics: %s", error)
+        return None, f"no metrics: {error}"
+    return exporter, None
+
+
+def _mode(hello: Hello) -> str:
+    if hello.policy is None:
+        return "observe"
+    try:
+        return parse(hello.policy, hello.policy_name).mode
+    except Exception as error:  # the controller reports it; here it is only a label
+        logger.debug("policy of run %s: %s", hello.run, error)
+        return "observe"

@@ -1,0 +1,211 @@
+"""The socket server: connections of local ranks, their messages to the run's session, its replies to the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fp8watch import wire
+from fp8watch.records import Goodbye, Hello, Message, Reply, Welcome
+from fp8watch_agent.connection import Connection
+from fp8watch_agent.lifecycle import Lifecycle, RankKey
+from fp8watch_agent.metrics_state import MetricsState
+from fp8watch_agent.session import RunSession
+
+logger = logging.getLogger(__name__)
+LIFECYCLE_SECONDS = 0.25
+TICK_SECONDS = 1.0
+
+
+class AgentServer:
+    """Serves until `stop` or until the lifecycle says that it is over. `open_session` may raise nothing."""
+
+    def __init__(
+        self,
+        *,
+        lifecycle: Lifecycle,
+        metrics: MetricsState,
+        open_session: Callable[[str], RunSession],
+        only_run: str | None = None,
+        parent_pid: int | None = None,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._open_session = open_session
+        self._only_run = only_run
+        self._parent_pid = parent_pid
+        self._sessions: dict[str, RunSession] = {}
+        self._connections: dict[RankKey, Connection] = {}
+        self._handlers: dict[asyncio.Task[None], Connection] = {}
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """End serving soon; safe in a signal handler of the loop."""
+        self._stopping.set()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept on a bound, listening socket until the end; sessions are closed on the way out."""
+        if self._only_run is not None:
+            self._session(self._only_run)
+        server = await asyncio.start_unix_server(self._handle, sock=listener)
+        try:
+            await self._watch()
+        finally:
+            server.close()
+            for connection in self._handlers.values():
+                connection.close()
+            if self._handlers:
+                await asyncio.wait(list(self._handlers), timeout=1.0)
+            for run in list(self._sessions):
+                self._end_session(run, "lost")
+
+    async def _watch(self) -> None:
+        next_tick = time.monotonic() + TICK_SECONDS
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), LIFECYCLE_SECONDS)
+            now = time.monotonic()
+            for key in self._lifecycle.newly_lost(now):
+                self._gone(key, "lost")
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                for session in list(self._sessions.values()):
+                    self._route(session.run, session.tick(), None)
+            is_parent_gone = self._parent_pid is not None and os.getppid() != self._parent_pid
+            if self._lifecycle.is_over(now, is_parent_gone=is_parent_gone):
+                return
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer, self._metrics.drop)
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers[task] = connection
+        try:
+            while (messages := await connection.read()) is not None:
+                for message in messages:
+                    self._receive(connection, message)
+        except Exception:
+            logger.exception("connection of %s failed", connection.key)
+        finally:
+            del self._handlers[task]
+            connection.close()
+            self._closed(connection)
+
+    def _receive(self, connection: Connection, message: Message) -> None:
+        if connection.key is None:  # was refused; what came with its hello goes with it
+            return
+        run, rank = connection.key
+        if self._only_run is not None and run != self._only_run:
+            self._metrics.drop(self._only_run, "foreign")
+            connection.close()
+            return
+        if isinstance(message, Hello):
+            before = self._connections.get(connection.key)
+            if before is not None and before is not connection:
+                if before.pid != message.pid:
+                    self._refuse(connection, before)
+                    return
+                before.close()  # the rank is back before the end of its last connection was seen
+            connection.pid = message.pid
+            self._connections[connection.key] = connection
+            self._lifecycle.connected(connection.key)
+        if isinstance(message, Goodbye):
+            self._lifecycle.goodbye((run, rank))
+        self._route(run, self._session(run).receive(message), connection)
+
+    def _refuse(self, connection: Connection, holder: Connection) -> None:
+        """Two processes that both take themselves for one rank would push each other out for ever."""
+        assert connection.key is not None
+        run, rank = connection.key
+        warning = (
+            f"process {holder.pid} already trains as rank {rank} of run {run}: this one is not watched; "
+            "give it another name (FP8WATCH_RUN)"
+        )
+        logger.warning("%s", warning)
+        self._metrics.drop(run, "foreign")
+        connection.send(Welcome(wire_version=wire.WIRE_VERSION, run=run, term=0, warnings=[warning]))
+        connection.key = None
+        connection.close(is_flushed=True)
+
+    def _closed(self, connection: Connection) -> None:
+        key = connection.key
+        if key is None or self._connections.get(key) is not connection:
+            return
+        del self._connections[key]
+        if self._lifecycle.closed(key, time.monotonic()):
+            self._gone(key, "ended")
+
+    def _gone(self, key: RankKey, state: str) -> None:
+        run, rank = key
+        session = self._sessions.get(run)
+        if session is not None and state == "lost":
+            logger.warning("rank %d of run %s is lost", rank, run)
+            self._route(run, session.lost(rank), None)
+        if self._lifecycle.is_run_over(run):
+            self._end_session(run, state)
+        else:
+            self._metrics.rank_left(run, rank)
+
+    def _route(self, run: str, replies: list[Reply], sender: Connection | None) -> None:
+        for reply in replies:
+            if isinstance(reply, Welcome):
+                if sender is not None:
+                    sender.send(reply)
+            else:
+                self._broadcast(reply.run, reply)
+        session = self._sessions.get(run)
+        news = None if session is None else session.news()
+        if news is not None:
+            self._broadcast(run, news)
+
+    def _broadcast(self, run: str, reply: Reply) -> None:
+        for key, connection in list(self._connections.items()):
+            if key[0] == run:
+                connection.send(reply)
+
+    def _session(self, run: str) -> RunSession:
+        if run not in self._sessions:
+            self._sessions[run] = self._open_session(run)
+        return self._sessions[run]
+
+    def _end_session(self, run: str, state: str) -> None:
+        session = self._sessions.pop(run, None)
+        if session is not None:
+            self._metrics.run_over(run, state)
+            session.close()
+            logger.info("run %s is over (%s)", run, state)
+
+
+def listen(path: Path) -> socket.socket:
+    """Bind and listen on a unix socket that only this user can connect to.
+
+    A socket file that nobody serves is removed; raises `OSError` (EADDRINUSE) when somebody does.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.settimeout(1.0)
+            probe.connect(os.fspath(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        else:
+            raise OSError(98, f"another agent serves {path}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        mask = os.umask(0o177)
+        try:
+            listener.bind(os.fspath(path))
+        finally:
+            os.umask(mask)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

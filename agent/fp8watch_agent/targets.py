@@ -1,0 +1,50 @@
+"""`targets.json` in FP8WATCH_DIR: the live metrics addresses in Prometheus' file_sd form.
+
+Made anew from all endpoints whenever one comes or goes, under a file lock: several processes share the folder.
+The run is a `__meta_` label: a plain `run` would push the metrics' own aside.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from fp8watch.transport import endpoint as endpoints
+from fp8watch.transport.endpoint import Endpoint
+
+logger = logging.getLogger(__name__)
+
+
+def refresh(directory: Path) -> None:
+    """Bring `targets.json` up to date. Raises `OSError` when the folder cannot be written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".targets.lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # file systems without locks: the last writer wins
+            logger.debug("no lock on %s: %s", lock.name, error)
+        groups = [
+            {"targets": [urlsplit(e.metrics_url).netloc], "labels": {"__meta_fp8watch_run": e.run}}
+            for e in endpoints.read_all(directory)
+            if e.metrics_url and e.state == "live" and not _is_gone(e)
+        ]
+        endpoints.replace_file(directory / "targets.json", msgspec.json.format(msgspec.json.encode(groups)) + b"\n")
+
+
+def _is_gone(endpoint: Endpoint) -> bool:
+    """Whether the process is known to have died; of another host nothing is known."""
+    if endpoint.host != socket.gethostname():
+        return False
+    try:
+        os.kill(endpoint.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

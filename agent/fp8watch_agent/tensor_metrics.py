@@ -1,0 +1,204 @@
+"""Per-tensor state of one run: ranks merged by module name, arrays with one row a tensor.
+
+Gauges take the extreme over ranks (largest amax and scale, smallest head-room) and keep the last finite
+value. Counters are sums over ranks, except clipped steps, which count a step once however many ranks saw it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch import columns
+from fp8watch.errors import WireError
+from fp8watch.formats import FORMATS
+from fp8watch.metrics import HEADROOM_BUCKETS
+from fp8watch.records import Layout, StepFrame
+from fp8watch_agent.window import SlidingExtreme
+
+Floats = npt.NDArray[np.float32]
+Counts = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+CLASSES = ("input", "weight", "output", "grad_output", "grad_input")
+ELEMENT_COUNTS = ("quantized", "saturated", "underflowed")
+MAX_TENSORS = 100_000
+"""Rows kept for one run; a layout beyond it is refused."""
+_RECENT_STEPS = 64
+"""Steps for which it is remembered which tensors were counted as clipped: how far ranks may be apart."""
+
+
+@dataclass(slots=True)
+class _RankView:
+    """Latest values of one rank, one element a row; NaN: not observed."""
+
+    layout: Layout
+    rows: Rows
+    gauges: dict[str, Floats] = field(default_factory=dict)
+
+
+class TensorMetrics:
+    """What is known of a run's quantized tensors. Rows are only ever added."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+        self.blocks: list[str] = []
+        self.tensors: list[str] = []
+        self._row_of: dict[tuple[str, str], int] = {}
+        self._fp8_max: npt.NDArray[np.float64] = np.empty(0)
+        self._ranks: dict[int, _RankView] = {}
+        self.counts: dict[str, Counts] = {}
+        self.clipped_steps: Counts = np.empty(0, dtype=np.uint64)
+        self._clipped_in: dict[tuple[int, int], Mask] = {}
+        self._amax_max = SlidingExtreme(is_maximum=True)
+        self._headroom_min = SlidingExtreme(is_maximum=False)
+        self.histogram: Counts = np.zeros((len(CLASSES), len(HEADROOM_BUCKETS) + 1), dtype=np.uint64)
+        self._class_of: npt.NDArray[np.intp] = np.empty(0, dtype=np.intp)
+
+    def layout(self, layout: Layout) -> None:
+        """Learn a rank's columns. Raises `WireError` for more tensors than are kept."""
+        new = {(c.module, c.tensor) for c in layout.columns} - self._row_of.keys()
+        if len(self._row_of) + len(new) > MAX_TENSORS:
+            raise WireError(f"layout of {len(layout.columns)} tensors, limit {MAX_TENSORS} a run")
+        for column in layout.columns:
+            key = (column.module, column.tensor)
+            if key not in self._row_of:
+                self._row_of[key] = len(self.modules)
+                self.modules.append(column.module)
+                self.blocks.append(column.block)
+                self.tensors.append(column.tensor)
+        self._grow()
+        rows = np.array([self._row_of[c.module, c.tensor] for c in layout.columns], dtype=np.intp)
+        for row, column in zip(rows, layout.columns, strict=True):
+            self._fp8_max[row] = FORMATS[column.fp8_format].max if column.fp8_format in FORMATS else np.nan
+        before = self._ranks.get(layout.rank)
+        view = _RankView(layout=layout, rows=rows)
+        if before is not None:
+            for name, values in before.gauges.items():
+                view.gauges[name] = np.full(len(self.modules), np.nan, dtype=np.float32)
+                view.gauges[name][rows] = self._sized(values)[rows]
+        self._ranks[layout.rank] = view
+
+    def forget_rank(self, rank: int) -> None:
+        """A rank is gone: its last values no longer count."""
+        self._ranks.pop(rank, None)
+
+    def observe(self, frame: StepFrame, now: float) -> dict[str, int]:
+        """Take in a frame's columns; how many amax, scale and tensor elements were not finite.
+
+        A frame whose layout has not been announced is passed over. Raises `WireError` when a column does not
+        fit the layout.
+        """
+        view = self._ranks.get(frame.rank)
+        if view is None or view.layout.layout_id != frame.layout_id or not frame.columns:
+            return {}
+        amax, amax_ok = _read(frame, "amax", len(view.rows))
+        scale, scale_ok = _read(frame, "scale", len(view.rows))
+        high, high_ok = _read(frame, "high_precision", len(view.rows))
+        in_bf16: Mask = high_ok & (high == 1)
+        nonfinite = {
+            "amax": int((amax_ok & ~np.isfinite(amax)).sum()),
+            "scale": int((scale_ok & ~np.isfinite(scale)).sum()),
+        }
+        amax_ok &= np.isfinite(amax)
+        scale_ok &= np.isfinite(scale)
+        self._keep(view, "amax", amax, amax_ok)
+        self._amax_max.update(now, view.rows[amax_ok], amax[amax_ok])
+        self._keep(view, "scale", scale, scale_ok & ~in_bf16)
+        self._observe_headroom(view, frame, amax, scale, amax_ok & scale_ok & ~in_bf16, now)
+        for name in ("scale", "headroom"):
+            if name in view.gauges:
+                view.gauges[name][view.rows[in_bf16]] = np.nan  # runs in BF16: no scale is in force
+        for name in ELEMENT_COUNTS:
+            values, ok = _read(frame, name, len(view.rows))
+            if name in frame.columns:
+                self.counts.setdefault(name, np.zeros(len(self.modules), dtype=np.uint64))[view.rows[ok]] += values[ok]
+        if "nonfinite" in frame.columns:
+            values, ok = _read(frame, "nonfinite", len(view.rows))
+            nonfinite["tensor"] = int(values[ok].sum())
+        return nonfinite
+
+    def gauge(self, name: str) -> Floats:
+        """`amax`, `scale` or `headroom` of every row, ranks merged; NaN where not observed."""
+        pick: Callable[..., Floats] = np.fmin if name == "headroom" else np.fmax
+        merged = np.full(len(self.modules), np.nan, dtype=np.float32)
+        for view in self._ranks.values():
+            if name in view.gauges:
+                merged = pick(merged, self._sized(view.gauges[name]))
+        return merged
+
+    def amax_max_60s(self, now: float) -> Floats:
+        """Largest amax of every row over the window; NaN where none."""
+        return self._amax_max.read(now)
+
+    def headroom_min_60s(self, now: float) -> Floats:
+        """Smallest head-room of every row over the window; NaN where none."""
+        return self._headroom_min.read(now)
+
+    def _observe_headroom(
+        self, view: _RankView, frame: StepFrame, amax: Floats, scale: Floats, ok: Mask, now: float
+    ) -> None:
+        fp8_max = self._fp8_max[view.rows]
+        # Exact: the product of two float32 fits into a float64.
+        used = amax.astype(np.float64) * scale.astype(np.float64)
+        ok = ok & (used > 0) & np.isfinite(fp8_max)
+        rows = view.rows[ok]
+        headroom = np.log2(fp8_max[ok] / used[ok]).astype(np.float32)
+        kept = np.zeros(len(amax), dtype=np.float32)
+        kept[ok] = headroom
+        self._keep(view, "headroom", kept, ok)
+        self._headroom_min.update(now, rows, headroom)
+        buckets = np.searchsorted(np.asarray(HEADROOM_BUCKETS), headroom, side="left")
+        np.add.at(self.histogram, (self._class_of[rows], buckets), np.uint64(1))
+        self._count_clipped(frame, rows[used[ok] > fp8_max[ok]])
+
+    def _count_clipped(self, frame: StepFrame, rows: Rows) -> None:
+        key = (frame.attempt, frame.step)
+        seen = self._clipped_in.get(key)
+        if seen is None or len(seen) < len(self.modules):
+            fresh = np.zeros(len(self.modules), dtype=np.bool_)
+            if seen is not None:
+                fresh[: len(seen)] = seen
+            self._clipped_in[key] = seen = fresh
+            while len(self._clipped_in) > _RECENT_STEPS:
+                del self._clipped_in[next(iter(self._clipped_in))]
+        new = rows[~seen[rows]]
+        seen[new] = True
+        self.clipped_steps[new] += np.uint64(1)
+
+    def _keep(self, view: _RankView, name: str, values: npt.NDArray[Any], ok: Mask) -> None:
+        held = view.gauges.get(name)
+        if held is None or len(held) < len(self.modules):
+            held = np.full(len(self.modules), np.nan, np.float32) if held is None else self._sized(held)
+            view.gauges[name] = held
+        held[view.rows[ok]] = values[ok]
+
+    def _grow(self) -> None:
+        size = len(self.modules)
+        missing = size - len(self._fp8_max)
+        if missing:
+            self._fp8_max = np.pad(self._fp8_max, (0, missing), constant_values=np.nan)
+            self.clipped_steps = np.pad(self.clipped_steps, (0, missing))
+            self.counts = {name: np.pad(values, (0, missing)) for name, values in self.counts.items()}
+            self._class_of = np.array([CLASSES.index(tensor) for tensor in self.tensors], dtype=np.intp)
+            self._amax_max.grow(size)
+            self._headroom_min.grow(size)
+
+    def _sized(self, values: Floats) -> Floats:
+        missing = len(self.modules) - len(values)
+        return np.pad(values, (0, missing), constant_values=np.nan) if missing else values
+
+
+def _read(frame: StepFrame, name: str, length: int) -> tuple[npt.NDArray[Any], Mask]:
+    column = frame.columns.get(name)
+    if column is None:
+        return np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.bool_)
+    values, valid = columns.unpack(column)
+    if len(values) != length:
+        raise WireError(f"column {name} has {len(values)} values, its layout {length}")
+    return values, valid
