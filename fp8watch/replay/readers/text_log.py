@@ -1,0 +1,75 @@
+"""Text logs of Megatron-LM and torchtitan: one line a logged step among many others.
+
+Megatron:   ` iteration  10/ 500 | ... | learning rate: 1.5E-04 | lm loss: 1.034E+01 | ... | grad norm: 2.3 |`
+torchtitan: `... step: 10  loss:  7.8012  grad_norm:  1.2345  memory: ...` (colour codes are taken off)
+Lines that are neither are passed over; a line that is one but whose number does not parse is a bad row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8watch.detect.base import Sample
+from fp8watch.errors import BadInput
+from fp8watch.replay.recording import Attempts, Recording
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_MEGATRON_STEP = re.compile(r"(?:^|\s)iteration\s+(\d+)\s*/\s*\d+\s*\|")
+_TITAN_STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:")
+_VALUE = r"([^\s|]+)"
+MEGATRON_FIELDS = {
+    "loss": re.compile(r"\|\s*(?:lm loss|loss)\s*:\s*" + _VALUE),
+    "grad_norm": re.compile(r"\|\s*grad norm\s*:\s*" + _VALUE),
+    "learning_rate": re.compile(r"\|\s*learning rate\s*:\s*" + _VALUE),
+    "loss_scale": re.compile(r"\|\s*loss scale\s*:\s*" + _VALUE),
+    "nan_iterations": re.compile(r"\|\s*number of nan iterations\s*:\s*" + _VALUE),
+}
+TITAN_FIELDS = {
+    "loss": re.compile(r"\bloss:\s*" + _VALUE),
+    "grad_norm": re.compile(r"\bgrad_norm:\s*" + _VALUE),
+    "learning_rate": re.compile(r"\blr:\s*" + _VALUE),
+}
+
+
+def recognise(text: str) -> str | None:
+    """`megatron` or `torchtitan` when a line of this text is of that kind."""
+    plain = _COLOUR.sub("", text)
+    if _MEGATRON_STEP.search(plain):
+        return "megatron"
+    return "torchtitan" if _TITAN_STEP.search(plain) else None
+
+
+def read(path: Path, kind: str) -> Recording:
+    """The run in a log of this kind."""
+    return Recording(run=path.stem, source=kind, samples=_samples(path, kind))
+
+
+def _samples(path: Path, kind: str) -> Iterator[Sample]:
+    step_of, fields = (_MEGATRON_STEP, MEGATRON_FIELDS) if kind == "megatron" else (_TITAN_STEP, TITAN_FIELDS)
+    attempts = Attempts()
+    with path.open(encoding="utf-8", errors="replace") as handle:
+        for number, raw in enumerate(handle, start=1):
+            line = _COLOUR.sub("", raw)
+            match = step_of.search(line)
+            if match is None:
+                continue
+            scalars: dict[str, float] = {}
+            problems = []
+            for name, pattern in fields.items():
+                found = pattern.search(line)
+                if found is None:
+                    continue
+                text = found.group(1).rstrip(",")
+                try:
+                    scalars[name] = float(text.replace(",", ""))
+                except ValueError:
+                    problems.append(f"{path}:{number}: {name}: {text!r} is not a number")
+            if problems:
+                raise BadInput(problems)
+            if scalars.pop("nan_iterations", 0.0) > 0:
+                # Megatron leaves NaN iterations out of the mean it prints; the count is the only trace.
+                scalars["loss"] = float("nan")
+            if scalars:
+                yield attempts.sample(int(match.group(1)), scalars)
