@@ -1,0 +1,114 @@
+"""What commands came to, told to the policy's state: applied, failed, undone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fp8watch.policy.rungs import Rung
+from fp8watch.policy.schema import Policy
+from fp8watch.policy.state import InForce, PolicyState, Track
+from fp8watch.policy.view import View
+
+
+def _rung(policy: Policy, track: Track) -> Rung | None:
+    rule = next((rule for rule in policy.rules if rule.name == track.rule), None)
+    return rule.ladder[track.rung] if rule is not None and track.rung < len(rule.ladder) else None
+
+
+def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> PolicyState:
+    """All ranks applied it and read it back: the settling window begins, and the budgets are charged."""
+    track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
+    rung = _rung(policy, track) if track is not None else None
+    if track is None or rung is None:
+        return state
+    checkpoint = track.params.get("checkpoint")
+    spent = state.spent.after(track.action, seen=view.seen, time_unix=view.time_unix, checkpoint=checkpoint)
+    # A rollback is judged when the replay has come past the onset, not while it walks through known good steps.
+    replay = max(0, int(track.params["onset_step"]) - int(track.params["checkpoint_step"])) if checkpoint else 0
+    settled = replace(
+        track,
+        phase="settling",
+        applied_seen=view.seen,
+        block_until=view.seen + rung.settle_steps,
+        judge_at=view.seen + replay + rung.settle_steps,
+    )
+    state = replace(state.with_track(settled), spent=spent)
+    if not rung.revertible:
+        return state
+    held = InForce(
+        action_id=action_id,
+        action=track.action,
+        rule=track.rule,
+        params=track.params,
+        layers=tuple(track.params.get("layers", ())),
+        until_seen=_until(rung, view, track),
+        ends_seen=_end(track, view),
+        settle_steps=rung.settle_steps,
+        hold_times=track.hold_times,
+    )
+    return replace(state, in_force=(*state.in_force, held))
+
+
+def _until(rung: Rung, view: View, track: Track) -> int | None:
+    if rung.hold_steps is None:
+        return None
+    return view.seen + max(rung.settle_steps, rung.hold_steps * track.hold_times)
+
+
+def _end(track: Track, view: View) -> int | None:
+    """Warm-up remedies end by themselves: after their steps, or where stretched and own schedule meet."""
+    params: Any = track.params
+    if track.action == "rewarm":
+        return view.seen + int(params["steps"])
+    if track.action == "lengthen_warmup" and view.warmup_steps is not None:
+        return view.seen + int((view.warmup_steps - view.step) * float(params["stretch"])) + 1
+    return None
+
+
+def failed(state: PolicyState, action_id: str, why: str, *, is_in_force: bool = False) -> PolicyState:
+    """It was not applied, or reading back showed that it is not in force: the next rung, at once."""
+    track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
+    if track is None:
+        return state
+    return state.with_track(replace(track, phase="open", is_due=True, rung=track.rung + 1, why=why))
+
+
+def expired(state: PolicyState, action_id: str) -> PolicyState:
+    """No rank had it in time: the same rung may be tried again if the trouble is still there."""
+    track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
+    if track is None:
+        return state
+    return state.with_track(replace(track, phase="open", is_due=False))
+
+
+def reverted(state: PolicyState, view: View, action_id: str, *, ok: bool) -> PolicyState:
+    """An undoing is through (or failed: then it is not tried again)."""
+    held = next((item for item in state.in_force if item.action_id == action_id), None)
+    track = next((item for item in state.tracks if item.action_id == action_id), None)
+    if held is None:
+        return state
+    others = tuple(item for item in state.in_force if item.action_id != action_id)
+    left = tuple(layer for layer in held.layers if layer not in held.undoing_layers)
+    if not ok:
+        others = (*others, replace(held, is_undoing=False, until_seen=None))
+    elif held.action == "bf16_layers" and left:
+        next_return = view.seen + held.settle_steps
+        others = (*others, replace(held, is_undoing=False, layers=left, undoing_layers=(), until_seen=next_return))
+    state = replace(state, in_force=others)
+    if track is None:
+        return state
+    if track.phase == "undoing":
+        return state.with_track(replace(track, phase="open"))
+    # A trial return: what comes back from here on is held twice as long the next time.
+    return state.with_track(replace(track, hold_times=track.hold_times * 2, resolved_seen=view.seen))
+
+
+def rolled_back(state: PolicyState) -> PolicyState:
+    """The timeline has changed: other troubles of the old one are over, what is in force stays."""
+    tracks = tuple(
+        track if track.phase in {"sent", "settling", "done"} and track.action == "rollback"
+        else replace(track, phase="done", is_due=False)
+        for track in state.tracks
+    )  # fmt: skip
+    return replace(state, tracks=tracks)

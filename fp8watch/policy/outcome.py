@@ -1,0 +1,44 @@
+"""Whether an action has helped, judged at the end of its settling window, and what it covers while in force."""
+
+from __future__ import annotations
+
+from fp8watch.policy.match import first_match
+from fp8watch.policy.schema import Policy
+from fp8watch.policy.state import PolicyState, Track
+from fp8watch.policy.view import Trouble, View
+
+HARM = frozenset({"loss_spike", "divergence", "nonfinite", "update_rms", "stuck"})
+"""What clipping shall prevent. The norm before clipping goes on spiking, so its own detector cannot judge it."""
+PRECISION = frozenset({"scale_frozen", "saturation", "underflow", "amax_jump", "amax_drift", "crest", "shadow_error"})
+"""Detectors that speak of FP8 tensors: moot for a module that runs in BF16."""
+
+
+def has_recovered(policy: Policy, view: View, track: Track) -> bool:
+    """No act trouble of the same rule and layers was seen in the second half of the window."""
+    half = max(1.0, (track.judge_at - track.applied_seen) / 2)
+    recent = [item for item in view.troubles if item.severity == "act" and view.age(item) < half]
+    if track.action == "tighten_clip":
+        return not any(item.detector in HARM for item in recent)
+    return not any(_same_rule(policy, view, track, item) and overlaps(track.trouble, item) for item in recent)
+
+
+def _same_rule(policy: Policy, view: View, track: Track, trouble: Trouble) -> bool:
+    if trouble.incident == track.trouble.incident:
+        return True
+    match = first_match(policy, trouble, view)
+    return match is not None and match[1].name == track.rule
+
+
+def overlaps(first: Trouble, second: Trouble) -> bool:
+    """Whether they concern the same place; a trouble without layers concerns the whole run."""
+    return not first.layers or not second.layers or bool(set(first.layers) & set(second.layers))
+
+
+def is_covered(state: PolicyState, trouble: Trouble) -> bool:
+    """Whether something in force already answers it: clipping the spikes, BF16 whatever FP8 tensors do."""
+    if trouble.detector == "grad_spike" and any(item.action == "tighten_clip" for item in state.in_force):
+        return True
+    if trouble.detector not in PRECISION:
+        return False
+    modules = state.bf16_modules()
+    return modules is None or (bool(trouble.layers) and set(trouble.layers) <= modules)

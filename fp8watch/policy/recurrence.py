@@ -1,0 +1,57 @@
+"""When a trouble comes back, its ladder goes on where it stood, and is not begun again.
+
+The same step going wrong again after a rollback means that the replay changed nothing that matters: the next
+rung, never the same recovery twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8watch.policy.outcome import overlaps
+from fp8watch.policy.schema import Rule
+from fp8watch.policy.state import PolicyState, Track
+from fp8watch.policy.view import Trouble, View
+
+MEMORY_STEPS = 200
+"""Steps after an outcome in which the same trouble counts as come back."""
+SAME_STEP = 2
+"""Onsets so near to each other, before and after a rollback, are the same step."""
+
+
+def new_track(state: PolicyState, view: View, rule: Rule, trouble: Trouble) -> tuple[Track, Track | None]:
+    """The track of a new trouble, and the earlier track that it proves to have had no effect, if it is still judged."""
+    fresh = Track(trouble=trouble, rule=rule.name, attempt=view.attempt)
+    for earlier in reversed(state.tracks):
+        if earlier.rule != rule.name or earlier.trouble.detector != trouble.detector or not earlier.action_id:
+            continue
+        if not overlaps(earlier.trouble, trouble):
+            continue
+        if earlier.action == "rollback" and earlier.attempt < view.attempt:
+            if abs(earlier.trouble.onset_step - trouble.onset_step) > SAME_STEP:
+                continue
+            track = replace(fresh, rung=earlier.rung + 1, is_due=True, why=f"recurred at step {trouble.onset_step}")
+            return track, earlier if earlier.phase == "settling" else None
+        if earlier.phase == "done" and earlier.helped and earlier.action != "skip_update":
+            since = view.seen - earlier.resolved_seen
+            if since <= MEMORY_STEPS:
+                return _after(fresh, earlier, f"came back {since} steps after {earlier.action} had helped"), None
+    return fresh, None
+
+
+def _after(fresh: Track, earlier: Track, why: str) -> Track:
+    if earlier.hold_times > 1:
+        # A trial return failed: the same rung again, held twice as long.
+        return replace(fresh, rung=earlier.rung, hold_times=earlier.hold_times, why=f"{why}, and was given back")
+    return replace(fresh, rung=earlier.rung + 1, why=why)
+
+
+def taken_up_again(track: Track, rule: Rule, view: View) -> Track:
+    """The track of a known trouble: open again when it is seen anew after its action was said to have helped."""
+    if track.phase != "done" or track.is_final or not track.helped:
+        return track
+    if track.trouble.last_seen_step < view.step or view.seen <= track.resolved_seen:
+        return track
+    if track.action == "skip_update":
+        return replace(track, phase="open", helped=False)
+    return replace(track, phase="open", helped=False, rung=track.rung + 1, why=f"seen again after {track.action}")

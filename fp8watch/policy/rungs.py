@@ -1,0 +1,204 @@
+"""One model an action: which parameters a rung of the ladder may carry, their units, bounds and defaults.
+
+A rung is what the policy file says. What is sent to the ranks is made from it and from the evidence by
+`fp8watch.controller.commands`; the keys of the two agree where both have them.
+Zero and absent differ: an absent `hold_steps` means "for good", `hold_steps: 0` means "return at once".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Scope = Literal["tensor", "layer", "run"]
+Steps = Annotated[int, Field(ge=0, le=10_000_000)]
+Count = Annotated[int, Field(ge=1, le=10_000_000)]
+
+
+class Strict(BaseModel):
+    """Frozen, no unknown keys, no coercion ("3" is not 3, true is not 1), no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Rung(Strict):
+    """What every rung has."""
+
+    revertible: ClassVar[bool] = False
+    """Whether the ranks can undo it."""
+    scopes: ClassVar[tuple[Scope, ...]] = ("run",)
+    command_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the rung that go into the command as they are (absent ones stay absent)."""
+
+    action: str
+    scope: Scope | None = None
+    """What it is applied to; absent: the action's own default (its first allowed scope)."""
+    settle_steps: Steps = 20
+    """Steps after it was applied in which nothing else is done and nothing is judged."""
+    hold_steps: Steps | None = None
+    """Steps after which a return is tried. Absent: kept for the rest of the run."""
+    if_loss_above: Annotated[float, Field(ge=0.0)] | None = None
+    """Take this rung although the one before has helped, if the loss (median of the last 5 steps) still lies more
+    than this share above its level before the onset (median of 32 steps): 0.05 is 5 %."""
+
+    @field_validator("scope")
+    @classmethod
+    def _scope_fits(cls, value: Scope | None) -> Scope | None:
+        if value is not None and value not in cls.scopes:
+            raise ValueError(f"this action knows the scopes {', '.join(cls.scopes)}, not {value}")
+        return value
+
+    def command_params(self) -> dict[str, Any]:
+        """The parameters that go to the ranks as the policy has them."""
+        values = {name: getattr(self, name) for name in self.command_fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class LengthenWarmup(Rung):
+    """While in warm-up: LR = schedule at t0 + (t - t0) / stretch until both meet."""
+
+    revertible: ClassVar[bool] = True
+    command_fields: ClassVar[tuple[str, ...]] = ("stretch",)
+    action: Literal["lengthen_warmup"]
+    stretch: Annotated[float, Field(gt=1.0, le=100.0)] = 4.0
+    """How many times longer the rest of the warm-up becomes."""
+
+
+class Rewarm(Rung):
+    """A factor on the LR that rises from `start_factor` to 1 over `steps`."""
+
+    revertible: ClassVar[bool] = True
+    command_fields: ClassVar[tuple[str, ...]] = ("steps", "start_factor")
+    action: Literal["rewarm"]
+    steps: Count = 100
+    start_factor: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+
+
+class HoldLr(Rung):
+    """A factor on the LR; absent: back to the level before the jump, as the evidence has it, else 0.5."""
+
+    revertible: ClassVar[bool] = True
+    command_fields: ClassVar[tuple[str, ...]] = ("factor",)
+    action: Literal["hold_lr"]
+    factor: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+
+
+class TightenClip(Rung):
+    """min(the user's limit, ours). `max_norm` absent: `times_median` times the recent median gradient norm."""
+
+    revertible: ClassVar[bool] = True
+    command_fields: ClassVar[tuple[str, ...]] = ("max_norm",)
+    action: Literal["tighten_clip"]
+    max_norm: Annotated[float, Field(ge=0.0)] | None = None
+    times_median: Annotated[float, Field(gt=0.0)] = 1.5
+
+
+class SkipUpdate(Rung):
+    """Standing rule in the rank: an optimizer step on a non-finite gradient is left out."""
+
+    action: Literal["skip_update"]
+    max_consecutive: Annotated[int, Field(ge=0, le=1000)] = 3
+    """More in a row and the next rung is taken (reference: at most 3)."""
+
+
+class AdjustLossScale(Rung):
+    """Multiply the loss scale."""
+
+    revertible: ClassVar[bool] = True
+    command_fields: ClassVar[tuple[str, ...]] = ("factor",)
+    action: Literal["adjust_loss_scale"]
+    factor: Annotated[float, Field(gt=0.0)] = 0.5
+
+
+class RaiseMargin(Rung):
+    """More head-room: scale / 2^bits. Costs nothing in signal to noise on ordinary tensors."""
+
+    revertible: ClassVar[bool] = True
+    scopes: ClassVar[tuple[Scope, ...]] = ("run",)
+    command_fields: ClassVar[tuple[str, ...]] = ("bits",)
+    action: Literal["raise_margin"]
+    bits: Annotated[float, Field(gt=0.0, le=8.0)] = 1.0
+
+
+class RepairScale(Rung):
+    """Purge poisoned amax windows and set the scale from clean amax."""
+
+    scopes: ClassVar[tuple[Scope, ...]] = ("tensor", "layer", "run")
+    action: Literal["repair_scale"]
+
+
+class Bf16Layers(Rung):
+    """Run the layers of the finding in BF16; return one layer at a time after `hold_steps`."""
+
+    revertible: ClassVar[bool] = True
+    scopes: ClassVar[tuple[Scope, ...]] = ("layer",)
+    action: Literal["bf16_layers"]
+    max_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.15
+    """Share of the FP8 modules that may be in BF16 by this action; at least one module is always allowed."""
+
+
+class Bf16All(Rung):
+    """Run every FP8 module in BF16."""
+
+    revertible: ClassVar[bool] = True
+    action: Literal["bf16_all"]
+
+
+class CheckpointNow(Rung):
+    """Save at the next boundary."""
+
+    action: Literal["checkpoint_now"]
+    settle_steps: Steps = 0
+
+
+class CheckpointCadence(Rung):
+    """Save every so many steps while it is in force."""
+
+    revertible: ClassVar[bool] = True
+    command_fields: ClassVar[tuple[str, ...]] = ("every",)
+    action: Literal["checkpoint_cadence"]
+    every: Count = 50
+    settle_steps: Steps = 0
+
+
+class Recheck(Rung):
+    """Run the coming batch twice and compare: a faulty device, or a numerical fault?"""
+
+    action: Literal["recheck"]
+
+
+class Change(Strict):
+    """What a rollback changes before the replay, so that it does not repeat what went wrong."""
+
+    action: Literal["bf16_all", "bf16_layers", "hold_lr", "rewarm", "tighten_clip", "raise_margin"]
+    params: dict[str, float | int] = Field(default_factory=dict)
+
+
+class Rollback(Rung):
+    """Back to the newest good checkpoint before the onset. What is in force (BF16, LR factor) stays in force."""
+
+    action: Literal["rollback"]
+    skip_batches: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Batches left out from the checkpoint's data position on."""
+    skip_to_onset: bool = False
+    """Leave out the batches up to and with that of the onset step too, `skip_batches` coming on top."""
+    margin_steps: Steps = 0
+    """Extra distance between checkpoint and onset, for an onset that is only estimated."""
+    changes: list[Change] = Field(default_factory=list)
+    if_data_position_missing: Literal["refuse", "accept"] = "refuse"
+    """A checkpoint without a data position repeats data the model has seen."""
+
+
+class Halt(Rung):
+    """Stop the run on all ranks at one boundary; it starts again after `fp8watch runs release RUN` only."""
+
+    action: Literal["halt"]
+    settle_steps: Steps = 0
+
+
+AnyRung = Annotated[
+    LengthenWarmup | Rewarm | HoldLr | TightenClip | SkipUpdate | AdjustLossScale | RaiseMargin | RepairScale
+    | Bf16Layers | Bf16All | CheckpointNow | CheckpointCadence | Recheck | Rollback | Halt,
+    Field(discriminator="action"),
+]  # fmt: skip

@@ -1,0 +1,108 @@
+"""What the policy remembers between decisions: how far each trouble has climbed, and what is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from fp8watch.policy.budgets import Spent
+from fp8watch.policy.rungs import Rung
+from fp8watch.policy.view import Trouble
+from fp8watch.records import Mode, Outcome
+
+Phase = Literal["open", "waiting", "sent", "settling", "undoing", "done"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """One trouble on its rule's ladder."""
+
+    trouble: Trouble
+    rule: str
+    attempt: int
+    rung: int = 0
+    """Index of the rung it stands on or tries next."""
+    phase: Phase = "open"
+    is_due: bool = False
+    """The next rung is to be taken whether or not the trouble is seen this very step."""
+    is_final: bool = False
+    """Done and not to be taken up again: proposed, refused, or at the ladder's end."""
+    action_id: str = ""
+    action: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    decided_seen: int = 0
+    applied_seen: int = 0
+    block_until: int = 0
+    """`seen` up to which nothing else is done."""
+    judge_at: int = 0
+    """`seen` at which the outcome is judged."""
+    resolved_seen: int = 0
+    helped: bool = False
+    why: str = ""
+    """Why it stands above the first rung."""
+    hold_times: int = 1
+    """Doubled each time a trial return failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InForce:
+    """A change that is in force in the ranks."""
+
+    action_id: str
+    action: str
+    rule: str
+    params: Mapping[str, Any]
+    layers: tuple[str, ...] = ()
+    until_seen: int | None = None
+    """When a return is tried; None: kept."""
+    ends_seen: int | None = None
+    """When it ends by itself (a re-warm-up that is through)."""
+    settle_steps: int = 20
+    hold_times: int = 1
+    is_undoing: bool = False
+    undoing_layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyState:
+    """All of it. Immutable: every decision gives a new one."""
+
+    tracks: tuple[Track, ...] = ()
+    in_force: tuple[InForce, ...] = ()
+    spent: Spent = field(default_factory=Spent)
+    next_number: int = 1
+
+    def track_of(self, incident: str) -> Track | None:
+        """The track of an incident."""
+        return next((track for track in self.tracks if track.trouble.incident == incident), None)
+
+    def with_track(self, track: Track) -> PolicyState:
+        """The state with this track in the place of the one for the same incident."""
+        others = tuple(item for item in self.tracks if item.trouble.incident != track.trouble.incident)
+        return replace(self, tracks=(*others[-255:], track))
+
+    def bf16_modules(self) -> frozenset[str] | None:
+        """Modules our actions hold in BF16; None: all of them."""
+        if any(item.action == "bf16_all" for item in self.in_force):
+            return None
+        return frozenset(layer for item in self.in_force if item.action == "bf16_layers" for layer in item.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One thing decided in a step. At most one of a step's decisions (`apply` or `revert`) becomes a command."""
+
+    kind: Literal["apply", "propose", "wait", "record", "verdict", "revert"]
+    action_id: str
+    action: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    rule: str = ""
+    trouble: Trouble | None = None
+    mode: Mode = "observe"
+    reason: str = ""
+    status: Literal["unavailable", "refused", "expired"] | None = None
+    """For `record`: what became of it without a command."""
+    outcome: Outcome = "pending"
+    """For `verdict`."""
+    rung: Rung | None = None

@@ -1,0 +1,66 @@
+"""Which checkpoint a rollback goes to: the newest good one before the onset, never just the newest.
+
+Damage starts before a detector fires, so the alarm's step says nothing about a checkpoint; the onset does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8watch.policy.rungs import Rollback
+from fp8watch.records import CheckpointRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A choice and why; `checkpoint` None: there is nothing to go back to, for the reason given."""
+
+    checkpoint: CheckpointRecord | None
+    reason: str
+
+
+def choose_target(
+    checkpoints: Sequence[CheckpointRecord],
+    *,
+    onset_step: int,
+    rung: Rollback,
+    used: Mapping[str, int],
+    per_checkpoint: int,
+) -> Target:
+    """The newest checkpoint labelled good that lies `rung.margin_steps` or more before the onset.
+
+    "Step n" is n updates done, so one saved at step onset - 1 holds the last state before the trouble.
+    `used` counts earlier rollbacks to a checkpoint; one that has had its share is passed over.
+    """
+    if not checkpoints:
+        return Target(checkpoint=None, reason="nothing to roll back to: no checkpoint has been saved")
+    passed: list[str] = []
+    for record in sorted(checkpoints, key=lambda item: item.step, reverse=True):
+        refusal = _refusal(record, onset_step, rung, used, per_checkpoint)
+        if refusal is None:
+            distance = onset_step - record.step
+            reason = (
+                f"newest good checkpoint before onset {onset_step}: step {record.step}, {distance} steps earlier"
+                f" (margin {rung.margin_steps})"
+            )
+            return Target(checkpoint=record, reason="; ".join([reason, *passed[:4]]))
+        passed.append(f"step {record.step} passed over: {refusal}")
+    reason = f"nothing to roll back to before onset {onset_step}"
+    return Target(checkpoint=None, reason="; ".join([reason, *passed[:4]]))
+
+
+def _refusal(
+    record: CheckpointRecord, onset_step: int, rung: Rollback, used: Mapping[str, int], per_checkpoint: int
+) -> str | None:
+    if record.step >= onset_step - rung.margin_steps:
+        return f"not {rung.margin_steps + 1} steps before the onset"
+    if record.label == "tainted":
+        return record.reason or "tainted"
+    if record.label != "good":
+        return f"{record.label}, not known to be good"
+    if used.get(record.checkpoint, 0) >= per_checkpoint:
+        return f"already gone back to {used.get(record.checkpoint, 0)} times"
+    if not record.has_data_position and rung.if_data_position_missing == "refuse":
+        return "has no data position"
+    return None

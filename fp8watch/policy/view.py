@@ -1,0 +1,96 @@
+"""What a decision is made from: the run as it stands after a step, in plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from fp8watch.records import Cause, CheckpointRecord, Severity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """An open incident as the policy sees it."""
+
+    incident: str
+    detector: str
+    cause: Cause
+    severity: Severity
+    onset_step: int
+    first_step: int
+    """Step at which it was found."""
+    last_seen_step: int
+    layers: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    """`module:tensor`, worst first."""
+    finding: str = ""
+    """Id of its newest finding."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A run after one optimizer step. Steps go back at a rollback; `seen` (steps observed in all) never does."""
+
+    run: str
+    step: int
+    seen: int
+    attempt: int = 0
+    term: int = 1
+    """Of the controller; part of every action's id, so that a controller that lost its memory repeats none."""
+    time_unix: float = 0.0
+    troubles: tuple[Trouble, ...] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Action -> why not, for those that this run cannot do."""
+    checkpoints: tuple[CheckpointRecord, ...] = ()
+    warmup_steps: int | None = None
+    modules: tuple[str, ...] = ()
+    """All FP8 modules seen."""
+    tensors: tuple[str, ...] = ()
+    """All FP8 tensors seen, `module:tensor`."""
+    losses: tuple[tuple[int, float], ...] = ()
+    """(step, loss) of the newest steps of this timeline, oldest first."""
+    learning_rates: tuple[tuple[int, float, float], ...] = ()
+    """(step, LR in force, our factor in it), likewise."""
+    grad_norm_median: float | None = None
+    """Median of the recent finite norms before clipping."""
+    num_skipped: int = 0
+    """Updates in a row, up to this step, that the ranks left out."""
+    params_nonfinite: bool = False
+    is_nonfinite_now: bool = False
+    """Loss, gradient norm or parameters of this step are not finite."""
+    is_busy: bool = False
+    """A command is on its way."""
+    disarmed: str = ""
+    """Why nothing may be sent; empty: armed."""
+    verdicts: Mapping[str, Literal["approve", "refuse"]] = field(default_factory=dict)
+    """Action id -> what a person said."""
+
+    def age(self, trouble: Trouble) -> int:
+        """Steps since it was last seen."""
+        return max(0, self.step - trouble.last_seen_step)
+
+    def loss_excess(self, onset_step: int) -> float | None:
+        """(median of the last 5 losses) / (median of the 32 before the onset) - 1. Not finite now: infinity.
+
+        None where either is unknown.
+        """
+        before = [loss for step, loss in self.losses if step < onset_step and math.isfinite(loss)][-32:]
+        now = [loss for _, loss in self.losses][-5:]
+        if len(before) < 5 or not now:
+            return None
+        if not all(math.isfinite(loss) for loss in now):
+            return math.inf
+        level = median(before)
+        return median(now) / level - 1.0 if level > 0 else None
+
+    def lr_level(self, onset_step: int) -> tuple[float, float] | None:
+        """(scheduled LR before the onset: median of 16 steps, scheduled LR now), our factor taken out."""
+        pairs = [(step, lr / factor) for step, lr, factor in self.learning_rates if factor > 0 and math.isfinite(lr)]
+        before = [lr for step, lr in pairs if step < onset_step][-16:]
+        if not before or not pairs:
+            return None
+        return median(before), pairs[-1][1]
