@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-from fp8watch.records import RunRecord, Stored
+from fp8watch.records import Record, RunRecord, Stored
 
 R = TypeVar("R", bound=Stored)
+
+
+class Approval(Record, frozen=True, kw_only=True, tag="approval"):
+    """A person's verdict on an action that waits."""
+
+    run: str
+    action_id: str
+    verdict: Literal["approve", "refuse"]
+    by: str = ""
+    time_unix: float = 0.0
 
 
 class Store(Protocol):
@@ -24,6 +34,12 @@ class Store(Protocol):
 
     def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
         """Records of one kind in the order they were written, by step where they have one."""
+
+    def approve(self, approval: Approval) -> None:
+        """Keep a verdict; the newest on an action counts."""
+
+    def approvals(self, run: str) -> list[Approval]:
+        """The newest verdict on every action that has one."""
 
     def prune(self, run: str) -> int:
         """Apply the retention rules to a run; how many frames went."""

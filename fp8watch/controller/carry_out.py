@@ -1,0 +1,190 @@
+"""The action log of a run: every decision becomes an `ActionRecord`, and every answer changes it.
+
+An action counts as done only when it was read back, and as helpful only when its signal recovered. A skipped update
+is the ranks' own standing rule: it is read back from the next step's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from fp8watch.controller.commands import Conclusion
+from fp8watch.detect.base import Sample
+from fp8watch.policy.budgets import Spent
+from fp8watch.policy.state import Decision, InForce, PolicyState
+from fp8watch.policy.view import View
+from fp8watch.records import ActionRecord, Command, CommandResult, Stored
+
+_STATUS = {"apply": "sent", "propose": "proposed", "wait": "waiting"}
+_REVERTIBLE = frozenset({"hold_lr", "tighten_clip", "raise_margin", "bf16_layers", "bf16_all", "checkpoint_cadence"})
+
+
+class ActionLog:
+    """The actions of one run by id; `changed` hands out what is new since it was last asked."""
+
+    def __init__(self, run: str, clock: Callable[[], float]) -> None:
+        self._run = run
+        self._clock = clock
+        self._actions: dict[str, ActionRecord] = {}
+        self._changed: dict[str, None] = {}
+        self._standing: str | None = None
+        """A skipped update whose next step has not been seen yet."""
+
+    def changed(self) -> list[ActionRecord]:
+        """Records that are new or have changed, each once."""
+        records = [self._actions[action_id] for action_id in self._changed]
+        self._changed.clear()
+        return records
+
+    def take(self, decision: Decision, view: View) -> None:
+        """Write a decision down."""
+        known = self._actions.get(decision.action_id)
+        if decision.kind == "verdict":
+            # What was undone for want of effect stays "no_effect"; the reason is kept beside that of the decision.
+            if known is not None:
+                self._put(known, outcome=decision.outcome, reason=_join(known.reason, decision.reason))
+            return
+        if decision.kind == "revert":
+            if known is not None:
+                self._put(known, reason=_join(known.reason, f"undone: {decision.reason}"))
+            return
+        status: Any = decision.status or _STATUS[decision.kind]
+        if known is not None:
+            self._put(known, status=status, reason=_join(known.reason, decision.reason))
+            return
+        is_standing = decision.kind == "apply" and decision.action == "skip_update"
+        trouble = decision.trouble
+        self._actions[decision.action_id] = ActionRecord(
+            id=decision.action_id,
+            run=self._run,
+            attempt=view.attempt,
+            action=decision.action,
+            params=dict(decision.params),
+            rule=decision.rule,
+            finding=trouble.finding if trouble is not None else "",
+            incident=trouble.incident if trouble is not None else "",
+            mode=decision.mode,
+            status="applied" if is_standing else status,
+            decided_step=view.step,
+            applied_step=view.step if is_standing else None,
+            reason=decision.reason,
+            time_unix=self._clock(),
+        )
+        self._changed[decision.action_id] = None
+        if is_standing:
+            self._standing = decision.action_id
+
+    def step_passed(self, sample: Sample) -> None:
+        """Read back a skipped update: the step after it is made from parameters that stayed sound."""
+        known = self._actions.get(self._standing or "")
+        if known is None or sample.step <= (known.applied_step or 0):
+            return
+        self._standing = None
+        values = {name: sample.scalars[name] for name in ("loss", "param_nonfinite") if name in sample.scalars}
+        is_skipped_again = sample.scalars.get("update_skipped", 0.0) > 0
+        is_sound = values.get("param_nonfinite", 0.0) == 0.0 and (
+            is_skipped_again or math.isfinite(values.get("loss", math.nan))
+        )
+        self._put(
+            known,
+            readback="ok" if is_sound else "failed",
+            outcome="helped" if is_sound else "no_effect",
+            observed={name: value if math.isfinite(value) else str(value) for name, value in values.items()},
+        )
+
+    def applied(self, command: Command, result: CommandResult) -> None:
+        """A rank applied it; whether it is in force is still to be read."""
+        known = self._actions.get(command.id)
+        if known is not None:
+            self._put(known, status="applied", applied_step=result.step, steps_replayed=result.steps_replayed)
+
+    def concluded(self, action_id: str, conclusion: Conclusion) -> None:
+        """All ranks have answered (or the time for it is over)."""
+        known = self._actions.get(action_id)
+        if known is None:
+            return
+        failed = conclusion.result != "applied"
+        self._put(
+            known,
+            status=conclusion.result,
+            readback=conclusion.readback,
+            applied_step=conclusion.step if not failed else known.applied_step,
+            observed=conclusion.observed,
+            steps_replayed=conclusion.steps_replayed,
+            outcome="no_effect" if failed and conclusion.readback == "failed" else known.outcome,
+            reason=_join(known.reason, conclusion.detail if failed else ""),
+        )
+
+    def settling(self, action_id: str, state: PolicyState) -> None:
+        """Note until when its window runs."""
+        known = self._actions.get(action_id)
+        track = next((item for item in state.tracks if item.action_id == action_id), None)
+        if known is not None and track is not None and known.applied_step is not None:
+            self._put(known, settle_until=known.applied_step + track.judge_at - track.applied_seen)
+
+    def reverted(self, action_id: str, conclusion: Conclusion, *, is_whole: bool) -> None:
+        """An undoing is through."""
+        known = self._actions.get(action_id)
+        if known is None:
+            return
+        if conclusion.result != "applied":
+            self._put(known, reason=_join(known.reason, f"undoing failed: {conclusion.detail or conclusion.result}"))
+        elif is_whole:
+            outcome = known.outcome if known.outcome == "no_effect" else "reverted"
+            self._put(known, status="reverted", outcome=outcome)
+        else:
+            layers = ", ".join(conclusion.command.params.get("layers", ()))
+            self._put(known, reason=_join(known.reason, f"{layers} returned to FP8"))
+
+    def rollback_under_way(self) -> ActionRecord | None:
+        """The newest rollback, if it is sent or just applied."""
+        for record in reversed(self._actions.values()):
+            if record.action == "rollback" and record.status in {"sent", "applied"} and record.outcome == "pending":
+                return record
+        return None
+
+    def restore(self, state: PolicyState, restored: Iterable[Stored], *, is_same_process: bool) -> PolicyState:
+        """Take over what was done in this run before: ids, budgets, and what is in force.
+
+        The last only in the same training process: one that was started anew has nothing in force.
+        """
+        spent, number = Spent(), 1
+        in_force = []
+        for record in restored:
+            if not isinstance(record, ActionRecord):
+                continue
+            self._actions[record.id] = record
+            number = max(number, _number(record.id) + 1)
+            if record.status in {"sent", "waiting"}:
+                self._put(record, status="expired", reason=_join(record.reason, "the controller was restarted"))
+            if record.status not in {"applied", "reverted"}:
+                continue
+            checkpoint = record.params.get("checkpoint")
+            spent = spent.after(record.action, seen=0, time_unix=record.time_unix, checkpoint=checkpoint)
+            is_in_force = record.action in _REVERTIBLE and record.status == "applied" and record.readback == "ok"
+            if is_in_force and is_same_process:
+                in_force.append(
+                    InForce(
+                        action_id=record.id, action=record.action, rule=record.rule, params=record.params,
+                        layers=tuple(record.params.get("layers", ())),
+                    )
+                )  # fmt: skip
+        return replace(state, spent=spent, next_number=number, in_force=tuple(in_force))
+
+    def _put(self, known: ActionRecord, **changes: Any) -> None:
+        self._actions[known.id] = msgspec.structs.replace(known, **changes)
+        self._changed[known.id] = None
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _number(action_id: str) -> int:
+    tail = action_id.rpartition(".")[2]
+    return int(tail) if tail.isdigit() else 0

@@ -1,0 +1,51 @@
+"""What makes a stored record the same record: its kind, its step, and the key by which a later one replaces it."""
+
+from __future__ import annotations
+
+from fp8watch.records import (
+    ActionRecord,
+    CheckpointRecord,
+    CommandResult,
+    Evaluation,
+    Finding,
+    Layout,
+    RunRecord,
+    StepFrame,
+    Stored,
+)
+
+KINDS: dict[type, str] = {
+    RunRecord: "run",
+    Layout: "layout",
+    StepFrame: "frame",
+    Finding: "finding",
+    ActionRecord: "action",
+    CheckpointRecord: "checkpoint",
+    CommandResult: "result",
+    Evaluation: "evaluation",
+}
+"""Record type -> the name of its kind in a store."""
+
+
+def step_of(record: Stored) -> int | None:
+    """The optimizer step a record belongs to, by which it is selected; None for those that have none."""
+    if isinstance(record, RunRecord | Layout):
+        return None
+    if isinstance(record, ActionRecord):
+        return record.decided_step
+    return record.step
+
+
+def key_of(record: Stored) -> str | None:
+    """Identity within (run, kind): a later record with the same key replaces the earlier one. None: all are kept."""
+    if isinstance(record, RunRecord):
+        return record.run
+    if isinstance(record, ActionRecord | Finding):
+        return record.id
+    if isinstance(record, CheckpointRecord):
+        return record.checkpoint
+    if isinstance(record, StepFrame):
+        return f"{record.attempt}/{record.rank}/{record.step}"
+    if isinstance(record, Layout):
+        return f"{record.attempt}/{record.rank}/{record.layout_id}"
+    return None

@@ -1,0 +1,68 @@
+"""Small files under `FP8WATCH_DIR` by which people and processes tell each other to stop: halted and disarmed.
+
+`runs/<run>/halted.json` keeps attach from starting a halted run again until a person releases it;
+`disarm` (for all runs) or `runs/<run>/disarm` stops all acting (`fp8watch.disarm` is the ranks' side of it).
+Files, because they must work when store, agent and network do not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from fp8watch.disarm import disarm_files
+from fp8watch.transport.places import run_folder
+
+
+def write_halted(directory: Path, run: str, *, reason: str, step: int, time_unix: float) -> Path:
+    """Mark a run as halted, on disk before this returns."""
+    path = run_folder(directory, run) / "halted.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump({"run": run, "reason": reason, "step": step, "time_unix": time_unix}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return path
+
+
+def is_halted(directory: Path, run: str) -> bool:
+    """Whether a run may not be started."""
+    return (run_folder(directory, run) / "halted.json").exists()
+
+
+def release(directory: Path, run: str) -> bool:
+    """Let a halted run be started again; False: it was not halted."""
+    path = run_folder(directory, run) / "halted.json"
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def disarm(directory: Path, run: str | None) -> Path:
+    """Stop all acting, in one run or (None) in all."""
+    path = disarm_files(directory, run)[-1]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def rearm(directory: Path, run: str | None) -> bool:
+    """Take `disarm` back; False: there was nothing to take back."""
+    try:
+        disarm_files(directory, run)[-1].unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def why_disarmed(directory: Path, run: str) -> str:
+    """Which marker stops acting in a run; empty: none."""
+    for path in disarm_files(directory, run):
+        if path.exists():
+            return f"disarmed by {path}"
+    return ""

@@ -1,0 +1,336 @@
+"""One run's controller: samples in, findings, decisions and commands out; results in, outcomes out.
+
+It does no I/O. Everything worth keeping goes into `records`, everything for the ranks into `replies`; the service
+takes both away after each message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from fp8watch.controller.carry_out import ActionLog
+from fp8watch.controller.checkpoints import Ledger
+from fp8watch.controller.commands import CommandDesk, Conclusion
+from fp8watch.controller.history import History
+from fp8watch.controller.merge import Merger
+from fp8watch.detect.base import Sample
+from fp8watch.detect.incidents import Incident
+from fp8watch.policy import events
+from fp8watch.policy.decide import decide
+from fp8watch.policy.schema import Policy
+from fp8watch.policy.state import Decision, PolicyState
+from fp8watch.policy.view import Trouble, View
+from fp8watch.records import (
+    CheckpointRecord,
+    CommandResult,
+    Evaluation,
+    Finding,
+    Hello,
+    Layout,
+    LedgerUpdate,
+    Reply,
+    StepFrame,
+    Stored,
+)
+
+logger = logging.getLogger(__name__)
+QUIET_STEPS = 20
+"""Steps after a resume or rollback in which baseline rules keep still."""
+
+
+class Detecting(Protocol):
+    """What is used of `fp8watch.detect.pipeline.Pipeline`."""
+
+    def observe(self, sample: Sample) -> list[Finding]:
+        """Take a step in; what is new."""
+
+    def open_incidents(self) -> Sequence[Incident]:
+        """What is under way."""
+
+    def reset(self, after: Literal["rollback", "resume"], step: int) -> None:
+        """The run goes on from `step`."""
+
+
+class RunPilot:
+    """Decides for one run.
+
+    `restored`: what the store already knew of it, after a restart of this process or of the training;
+    `is_same_process`: the training process is still the one that the store speaks of, with all that is in force in it.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        policy: Policy,
+        *,
+        term: int,
+        clock: Callable[[], float],
+        pipeline: Detecting,
+        restored: tuple[Stored, ...] = (),
+        is_same_process: bool = False,
+    ) -> None:
+        self.run = hello.run
+        self.policy = policy
+        self.attempt = hello.attempt
+        self.ranks: dict[int, Hello] = {}
+        self.step = hello.step
+        self.seen = 0
+        self.disarmed = ""
+        self.verdicts: Mapping[str, Literal["approve", "refuse"]] = {}
+        self.halt_sent = ""
+        """Reason of a halt that was sent."""
+        self.detector_errors = 0
+        self.records: list[Stored] = []
+        self.replies: list[Reply] = []
+        self._clock = clock
+        self._merger = Merger(hello.world_size)
+        self._merger.restart(hello.step)
+        self._pipeline = pipeline
+        self._history = History()
+        self._ledger = Ledger(policy.healthy_steps)
+        self._desk = CommandDesk(hello.run, term)
+        self._state = PolicyState()
+        self._log = ActionLog(hello.run, clock)
+        self._evidence: dict[str, Finding] = {}
+        self._tensors: tuple[str, ...] = ()
+        self._modules: tuple[str, ...] = ()
+        # Ids of an earlier process of the same run are in the store already: ours must differ.
+        self._prefix = f"{term}-" if restored else ""
+        self._quiet_until_seen = QUIET_STEPS if hello.step > 0 else 0
+        self._restore(restored, is_same_process=is_same_process)
+
+    @property
+    def term(self) -> int:
+        """Term under which this controller sends."""
+        return self._desk.term
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an action waits for a person."""
+        return any(track.phase == "waiting" for track in self._state.tracks)
+
+    # What ranks say
+
+    def hello(self, hello: Hello) -> None:
+        """A rank is there, or there again, or there with a new attempt."""
+        self.ranks[hello.rank] = hello
+        if hello.attempt > self.attempt:
+            self._new_attempt(hello)
+        self._merger.num_ranks = hello.world_size
+
+    def layout(self, layout: Layout) -> None:
+        """A rank's order of columns."""
+        self.records.append(layout)
+        self._merger.layout(layout)
+        self._tensors = tuple(dict.fromkeys([*self._tensors, *(column.name for column in layout.columns)]))
+        self._modules = tuple(dict.fromkeys([*self._modules, *(column.module for column in layout.columns)]))
+
+    def frame(self, frame: StepFrame) -> None:
+        """A rank's step."""
+        self.records.append(frame)
+        if frame.attempt != self.attempt:
+            return
+        for sample in self._merger.frame(frame):
+            self._observe(sample)
+
+    def checkpoint(self, record: CheckpointRecord) -> None:
+        """A rank has saved, or tells what it has."""
+        self.records.append(self._ledger.add(record))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Scores of an evaluation."""
+        self.records.append(evaluation)
+
+    def result(self, result: CommandResult) -> None:
+        """What a command came to on a rank."""
+        self.records.append(result)
+        matched = self._desk.take(result)
+        if matched is None:
+            return
+        command = self._desk.current
+        if command is not None and command.verb == "apply" and result.status == "applied":
+            self._log.applied(command, result)
+        self._conclude()
+        self._collect()
+
+    def lost(self, rank: int) -> None:
+        """A rank is gone."""
+        self.ranks.pop(rank, None)
+        if self.ranks:
+            for sample in self._merger.without(len(self.ranks)):
+                self._observe(sample)
+        self._conclude()
+        self._collect()
+
+    # A step
+
+    def _observe(self, sample: Sample) -> None:
+        self.step = sample.step
+        self.seen += 1
+        self._history.add(sample)
+        is_warm = any(
+            hello.warmup_steps is not None and sample.step <= hello.warmup_steps for hello in self.ranks.values()
+        )
+        sample = dataclasses.replace(sample, is_quiet=is_warm or self.seen <= self._quiet_until_seen)
+        self._log.step_passed(sample)
+        try:
+            findings = self._pipeline.observe(sample)
+        except Exception:
+            # A detector that fails must not take the others' work, or the run's record, with it.
+            self.detector_errors += 1
+            logger.exception("detectors failed at step %s of run %s", sample.step, self.run)
+            findings = []
+        for finding in findings:
+            finding = self._named(finding)
+            self._evidence[finding.incident] = finding
+            self.records.append(finding)
+            logger.info(
+                "run %s step %s: %s %s (%s) since step %s, %s",
+                self.run, finding.step, finding.severity, finding.detector, finding.cause, finding.onset_step,
+                finding.tensor or "whole run",
+            )  # fmt: skip
+        view = self._view()
+        for record in self._ledger.passed(sample.step, view.troubles):
+            self._label(record)
+        self._conclude()
+        self._decide()
+        self._collect()
+
+    def _decide(self) -> None:
+        view = self._view()
+        self._state, decisions = decide(self.policy, self._state, view)
+        for decision in decisions:
+            self._log.take(decision, view)
+            if decision.kind == "apply" and decision.action != "skip_update":
+                self._send(decision, "apply", view)
+            elif decision.kind == "revert":
+                self._send(decision, "revert", view)
+
+    def _send(self, decision: Decision, verb: Literal["apply", "revert"], view: View) -> None:
+        command = self._desk.issue(
+            decision.action_id, verb, decision.action, dict(decision.params),
+            step=view.step, seen=view.seen, attempt=self.attempt, ranks=frozenset(self.ranks),
+        )  # fmt: skip
+        if decision.action == "halt" and verb == "apply":
+            self.halt_sent = str(decision.params.get("reason", "halted by policy"))
+        self.replies.append(command)
+        logger.info("run %s step %s: %s %s: %s", self.run, view.step, verb, decision.action, decision.reason)
+
+    def _conclude(self) -> None:
+        conclusion = self._desk.conclude(self.seen, frozenset(self.ranks))
+        if conclusion is None:
+            return
+        action_id = conclusion.action_id
+        view = self._view()
+        if conclusion.command.verb == "revert":
+            is_undone = conclusion.result == "applied"
+            self._state = events.reverted(self._state, view, action_id, ok=is_undone)
+            is_whole = all(item.action_id != action_id for item in self._state.in_force)
+            self._log.reverted(action_id, conclusion, is_whole=is_whole)
+            return
+        self._log.concluded(action_id, conclusion)
+        if conclusion.result == "applied":
+            self._state = events.applied(self.policy, self._state, view, action_id)
+            self._log.settling(action_id, self._state)
+        elif conclusion.result == "expired":
+            self._state = events.expired(self._state, action_id)
+        else:
+            self._state = events.failed(self._state, action_id, _failure(conclusion))
+
+    # A new timeline
+
+    def _new_attempt(self, hello: Hello) -> None:
+        rollback = self._log.rollback_under_way()
+        self.attempt = hello.attempt
+        self.step = hello.step
+        self._merger.restart(hello.step)
+        self._pipeline.reset("resume" if rollback is None else "rollback", step=hello.step)
+        self._history.rewind(hello.step)
+        self._evidence.clear()
+        self._quiet_until_seen = self.seen + QUIET_STEPS
+        self._state = events.rolled_back(self._state)
+        onset = rollback.params.get("onset_step", hello.step + 1) if rollback is not None else hello.step + 1
+        for record in self._ledger.rolled_back(hello.step, int(onset), hello.attempt):
+            self._label(record)
+
+    def _label(self, record: CheckpointRecord) -> None:
+        self.records.append(record)
+        self.replies.append(
+            LedgerUpdate(run=self.run, checkpoint=record.checkpoint, label=record.label, reason=record.reason)
+        )
+
+    # Views
+
+    def _view(self) -> View:
+        unavailable: dict[str, str] = {}
+        for hello in self.ranks.values():
+            unavailable |= {name: why for name, why in hello.capabilities.items() if why}
+        warmups = [hello.warmup_steps for hello in self.ranks.values() if hello.warmup_steps is not None]
+        disarmed = self.disarmed or (
+            "" if all(h.armed for h in self.ranks.values()) else "disarmed in the training run"
+        )
+        return View(
+            run=self.run,
+            term=self._desk.term,
+            step=self.step,
+            seen=self.seen,
+            attempt=self.attempt,
+            time_unix=self._clock(),
+            troubles=tuple(self._trouble(incident) for incident in self._pipeline.open_incidents()),
+            unavailable=unavailable,
+            checkpoints=self._ledger.records(),
+            warmup_steps=max(warmups) if warmups else None,
+            modules=self._modules,
+            tensors=self._tensors,
+            losses=tuple(self._history.losses),
+            learning_rates=tuple(self._history.learning_rates),
+            grad_norm_median=self._history.grad_norm_median(),
+            num_skipped=self._history.num_skipped,
+            params_nonfinite=self._history.params_nonfinite,
+            is_nonfinite_now=self._history.is_nonfinite_now,
+            is_busy=self._desk.current is not None,
+            disarmed=disarmed,
+            verdicts=self.verdicts,
+        )
+
+    def _trouble(self, incident: Incident) -> Trouble:
+        name = self._prefix + incident.id
+        finding = self._evidence.get(name)
+        return Trouble(
+            incident=name,
+            detector=incident.detector,
+            cause=incident.cause,
+            severity=incident.severity,
+            onset_step=incident.onset_step,
+            first_step=incident.first_step,
+            last_seen_step=incident.last_seen_step,
+            layers=tuple(incident.layers),
+            tensors=tuple(incident.tensors),
+            finding=finding.id if finding is not None else "",
+            evidence=finding.evidence if finding is not None else {},
+        )
+
+    def _named(self, finding: Finding) -> Finding:
+        if not self._prefix:
+            return finding
+        return msgspec.structs.replace(finding, id=self._prefix + finding.id, incident=self._prefix + finding.incident)
+
+    def _collect(self) -> None:
+        self.records += self._log.changed()
+
+    def _restore(self, restored: tuple[Stored, ...], *, is_same_process: bool) -> None:
+        for record in restored:
+            if isinstance(record, CheckpointRecord):
+                self._ledger.add(record)
+        self._state = self._log.restore(self._state, restored, is_same_process=is_same_process)
+
+
+def _failure(conclusion: Conclusion) -> str:
+    if conclusion.readback == "failed":
+        return f"{conclusion.command.action} was not in force when read back: {conclusion.detail}"
+    return f"{conclusion.command.action} {conclusion.result}: {conclusion.detail}"

@@ -1,0 +1,57 @@
+"""A store in memory, for replay, backtests and tests: the same contract as on disk, and frames only if wanted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from fp8watch.controller.identity import KINDS, key_of, step_of
+from fp8watch.controller.store import Approval, R
+from fp8watch.records import RunRecord, StepFrame, Stored
+
+
+class MemoryStore:
+    """Keeps everything it is given until it is closed. Not for several threads."""
+
+    def __init__(self, *, keep_frames: bool = True) -> None:
+        self._records: dict[tuple[str, str], dict[str, Stored]] = defaultdict(dict)
+        self._approvals: dict[tuple[str, str], Approval] = {}
+        self._keep_frames = keep_frames
+        self._count = 0
+
+    def runs(self) -> list[RunRecord]:
+        """All runs, oldest first."""
+        found = [record for (_, kind), held in self._records.items() if kind == "run" for record in held.values()]
+        return sorted((r for r in found if isinstance(r, RunRecord)), key=lambda record: record.started_unix)
+
+    def append(self, run: str, records: Iterable[Stored]) -> None:
+        """Keep records; one with the key of an earlier one takes its place."""
+        for record in records:
+            if isinstance(record, StepFrame) and not self._keep_frames:
+                continue
+            self._count += 1
+            key = key_of(record)
+            self._records[run, KINDS[type(record)]][f"#{self._count}" if key is None else key] = record
+
+    def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
+        """Records of one kind in the order they were first written."""
+        for record in list(self._records.get((run, KINDS[kind]), {}).values()):
+            step = step_of(record)
+            inside = step is None or (step >= first_step and (last_step is None or step <= last_step))
+            if inside and isinstance(record, kind):
+                yield record
+
+    def approve(self, approval: Approval) -> None:
+        """Keep a verdict."""
+        self._approvals[approval.run, approval.action_id] = approval
+
+    def approvals(self, run: str) -> list[Approval]:
+        """The newest verdict on every action."""
+        return [approval for (name, _), approval in self._approvals.items() if name == run]
+
+    def prune(self, run: str) -> int:
+        """Nothing is pruned in memory."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to flush."""
