@@ -1,0 +1,168 @@
+"""What the page shows of a run, in plain data: no Streamlit here, so every number can be checked without a page."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from fp8watch.controller.store import Store
+from fp8watch.records import ActionRecord, Finding, RunRecord
+from fp8watch_dashboards.timeline import EMPTY, StepPoint, Timeline, TimelineReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The numbers at the top of the page; None: not known, which is not 0."""
+
+    state: str
+    step: int
+    attempt: int
+    loss: float | None
+    """Last finite loss of the current attempt, or of the newest attempt that has one."""
+    loss_step: int | None
+    policy_name: str
+    policy_mode: str
+    armed: bool
+    observed_modules: int
+    expected_modules: int
+    bf16_modules: int | None
+    num_open_actions: int
+    last_frame_unix: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """Everything that one refresh of the page draws."""
+
+    record: RunRecord
+    header: Header
+    timeline: Timeline
+    findings: list[Finding]
+    actions: list[ActionRecord]
+
+
+def read_view(store: Store, record: RunRecord, reader: TimelineReader) -> RunView:
+    """Read one run: all findings and actions (few), and of the frames only those that are drawn."""
+    run = record.run
+    findings = list(store.read(run, Finding))
+    actions = sorted(store.read(run, ActionRecord), key=lambda action: (action.attempt, action.decided_step))
+    events = [step for finding in findings for step in (finding.onset_step, finding.step)]
+    events += [step for action in actions for step in (action.decided_step, action.applied_step) if step is not None]
+    timeline = reader.read(store, record.hello.attempt, events)
+    return RunView(
+        record=record,
+        header=_header(record, timeline, actions),
+        timeline=timeline,
+        findings=findings,
+        actions=actions,
+    )
+
+
+def empty_view(record: RunRecord) -> RunView:
+    """A run that has said hello and nothing else."""
+    return RunView(record=record, header=_header(record, EMPTY, []), timeline=EMPTY, findings=[], actions=[])
+
+
+def policy_mode(text: str | None) -> str:
+    """The mode a run's policy text asks for; `observe` where it says nothing, as the schema has it."""
+    if not text:
+        return "observe"
+    try:
+        document = YAML(typ="safe", pure=True).load(text)
+    except YAMLError:
+        return "unreadable"
+    mode = document.get("mode", "observe") if isinstance(document, dict) else None
+    return mode if isinstance(mode, str) else "unreadable"
+
+
+def finding_rows(findings: list[Finding]) -> list[dict[str, Any]]:
+    """The findings table, newest first."""
+    return [
+        {
+            "step": finding.step,
+            "onset": finding.onset_step,
+            "severity": finding.severity,
+            "detector": finding.detector,
+            "cause": finding.cause,
+            "tensor or layer": finding.tensor or finding.layer or "",
+            "more layers": max(0, len(finding.layers) - 1),
+            "rank": finding.rank,
+            "evidence": evidence_text(finding.evidence),
+            "incident": finding.incident,
+            "attempt": finding.attempt,
+        }
+        for finding in reversed(findings)
+    ]
+
+
+def action_rows(actions: list[ActionRecord]) -> list[dict[str, Any]]:
+    """The action log, newest first."""
+    return [
+        {
+            "decided": action.decided_step,
+            "applied": action.applied_step,
+            "action": action.action,
+            "rule": action.rule,
+            "status": action.status,
+            "read-back": action.readback,
+            "outcome": action.outcome,
+            "params": evidence_text(action.params),
+            "read back": evidence_text(action.observed),
+            "reason": action.reason,
+            "replayed": action.steps_replayed,
+            "attempt": action.attempt,
+            "id": action.id,
+        }
+        for action in reversed(actions)
+    ]
+
+
+def evidence_text(evidence: dict[str, Any]) -> str:
+    """`name value` pairs on one line; floats to four digits."""
+    return ", ".join(f"{name} {_short(value)}" for name, value in evidence.items())
+
+
+def duration_text(seconds: float) -> str:
+    """`12 s`, `7 min`, `5 h` or `3 days`; a clock that is behind counts as 0 s."""
+    for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
+        if seconds < limit:
+            return f"{max(0, round(seconds / divisor))} {unit}"
+    return f"{round(seconds / 86_400)} days"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple) and len(value) > 3:
+        return f"[{', '.join(_short(item) for item in value[:3])}, ... {len(value)} in all]"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _header(record: RunRecord, timeline: Timeline, actions: list[ActionRecord]) -> Header:
+    newest = timeline.points[-1] if timeline.points else None
+    finite = _last_finite(timeline.points)
+    bf16 = newest.scalars.get("bf16_modules") if newest else None
+    return Header(
+        state=record.state,
+        step=newest.step if newest else record.last_step,
+        attempt=newest.attempt if newest else record.hello.attempt,
+        loss=finite.loss if finite else None,
+        loss_step=finite.step if finite else None,
+        policy_name=record.hello.policy_name,
+        policy_mode=policy_mode(record.hello.policy),
+        armed=record.hello.armed,
+        observed_modules=record.hello.observed_modules,
+        expected_modules=record.hello.expected_modules,
+        bf16_modules=None if bf16 is None else int(bf16),
+        num_open_actions=sum(1 for action in actions if action.status in ("proposed", "waiting")),
+        last_frame_unix=newest.time_unix if newest else None,
+    )
+
+
+def _last_finite(points: list[StepPoint]) -> StepPoint | None:
+    return next((p for p in reversed(points) if p.loss is not None and math.isfinite(p.loss)), None)

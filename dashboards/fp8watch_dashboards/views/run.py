@@ -1,0 +1,170 @@
+"""One run: how it is, its loss with findings and actions on it, head-room by layer and step, and the action log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from fp8watch_dashboards import figures, places, queries
+from fp8watch_dashboards.timeline import TimelineReader
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 2
+ALL_BLOCKS = "all"
+EVERY_ATTEMPT = "worst of all attempts"
+SURVIVING = "surviving timeline"
+STATE_COLOURS = {"running": "green", "ended": "gray", "lost": "red", "halted": "red"}
+
+
+@st.cache_resource(max_entries=32, show_spinner=False)
+def _reader(store: Path, run: str) -> TimelineReader:
+    """One reader a run for all viewers, so that ten of them cost about as much as one."""
+    return TimelineReader(run=run)
+
+
+@st.cache_data(ttl=REFRESH_SECONDS * 0.75, max_entries=32, show_spinner=False)
+def _view(store: Path, run: str) -> queries.RunView | None:
+    """The run as its store has it now; None until the store knows the run."""
+    with places.open_store(store) as opened:
+        record = next((record for record in opened.runs() if record.run == run), None)
+        return None if record is None else queries.read_view(opened, record, _reader(store, run))
+
+
+def page() -> None:
+    """Draw the page; only the part below the picker is drawn again every two seconds."""
+    root = Path(os.environ.get("FP8WATCH_DIR", ".fp8watch"))
+    listing = places.find_runs(root)
+    for problem in listing.problems:
+        st.warning(problem)
+    if not listing.places:
+        st.title("fp8watch")
+        st.info(f"No run under `{root}` yet. A run appears here as soon as a trainer calls `fp8watch.attach`.")
+        return
+    names = [place.run for place in listing.places]
+    wanted = st.query_params.get("run")
+    picker, axis, _ = st.columns([3, 2, 5], vertical_alignment="bottom")
+    run = picker.selectbox("Run", names, index=names.index(wanted) if wanted in names else 0, key="run")
+    is_log = axis.toggle("Loss on a log axis", key="is_log")
+    st.query_params["run"] = run
+    _live(listing.places[names.index(run)], is_log)
+
+
+@st.fragment(run_every=f"{REFRESH_SECONDS}s")
+def _live(place: places.RunPlace, is_log: bool) -> None:
+    """The part that follows the run."""
+    if place.store is None:
+        st.warning("The agent of this run found no place to write its store: only /metrics shows it.")
+        return
+    started = time.perf_counter()
+    try:
+        view = _view(place.store, place.run)
+    except Exception as error:  # an unreadable store is a fact to show, whatever engine it comes from
+        logger.warning("cannot read %s: %s", place.store, error)
+        st.error(f"The store of this run cannot be read: {error}")
+        return
+    if view is None:
+        st.info(f"`{place.run}` has not written anything yet.")
+        return
+    _header(view)
+    _loss(view, is_log)
+    _headroom(view)
+    _findings(view)
+    _actions(view)
+    st.caption(f"Data as of {time.strftime('%H:%M:%S')}, read and drawn in {time.perf_counter() - started:.2f} s.")
+
+
+def _header(view: queries.RunView) -> None:
+    header = view.header
+    colour = STATE_COLOURS.get(header.state, "gray")
+    st.subheader(f"{view.record.run}  :{colour}-badge[{header.state}]")
+    notes = []
+    if view.record.reason not in ("", "end"):
+        notes.append(view.record.reason)
+    if header.state == "running" and header.last_frame_unix is not None:
+        notes.append(f"last step {queries.duration_text(time.time() - header.last_frame_unix)} ago")
+    if not header.armed:
+        notes.append("disarmed: nothing will act")
+    if header.num_open_actions:
+        notes.append(f"{header.num_open_actions} action(s) proposed and not applied")
+    if notes:
+        st.caption("; ".join(notes))
+    columns = st.columns(6)
+    columns[0].metric("Step", f"{header.step:,}")
+    columns[1].metric("Attempt", header.attempt)
+    columns[2].metric(
+        "Last finite loss",
+        "none yet" if header.loss is None else f"{header.loss:.4f}",
+        help=None if header.loss_step is None else f"At step {header.loss_step}.",
+    )
+    columns[3].metric("Policy mode", header.policy_mode, help=f"Policy: {header.policy_name}")
+    columns[4].metric(
+        "FP8 modules seen",
+        f"{header.observed_modules} of {header.expected_modules}",
+        help="Modules whose scales are observed, of those that exist.",
+    )
+    columns[5].metric("In BF16 now", "not known" if header.bf16_modules is None else header.bf16_modules)
+
+
+def _loss(view: queries.RunView, is_log: bool) -> None:
+    st.markdown("##### Loss, findings and actions")
+    if not view.timeline.points:
+        st.info("No step yet.")
+        return
+    figure = figures.loss_figure(view.timeline, view.findings, view.actions, is_log=is_log)
+    st.plotly_chart(figure, key="loss", config={"displaylogo": False})
+    if view.timeline.stride > 1:
+        st.caption(
+            f"One step in {view.timeline.stride} is drawn, and every step around findings and actions and at the end."
+        )
+
+
+def _headroom(view: queries.RunView) -> None:
+    st.markdown("##### Head-room by tensor and step")
+    if not view.timeline.tensors:
+        st.info("No FP8 tensor is observed in this run: loss and gradients only.")
+        return
+    timeline = view.timeline
+    blocks = list(dict.fromkeys(block for block, _ in timeline.tensors))
+    attempts = sorted(timeline.first_step_of_attempt)
+    left, right, _ = st.columns([3, 3, 4])
+    block = left.selectbox("Block", [ALL_BLOCKS, *blocks], key="block")
+    choices = {EVERY_ATTEMPT: timeline.points, SURVIVING: timeline.surviving()}
+    choices |= {f"attempt {n}": [p for p in timeline.points if p.attempt == n] for n in attempts}
+    chosen = EVERY_ATTEMPT
+    if len(attempts) > 1:
+        chosen = right.selectbox("Steps", list(choices), key="steps")
+    figure = figures.headroom_figure(timeline, choices[chosen], None if block == ALL_BLOCKS else block)
+    st.plotly_chart(figure, key="headroom", config={"displaylogo": False})
+    st.caption(
+        "log2(fp8_max / (amax x scale)): below 0 the tensor clips (sand: by a few per cent; red: to half and less); "
+        "far above (blue) range is wasted and small values underflow. Empty: not observed. Grey: ran in BF16."
+    )
+
+
+def _findings(view: queries.RunView) -> None:
+    st.markdown(f"##### Findings ({len(view.findings)})")
+    if view.findings:
+        _table(queries.finding_rows(view.findings), key="findings", wide="evidence")
+    else:
+        st.caption("None.")
+
+
+def _actions(view: queries.RunView) -> None:
+    st.markdown(f"##### Action log ({len(view.actions)})")
+    if view.actions:
+        _table(queries.action_rows(view.actions), key="actions", wide="reason")
+    else:
+        st.caption("None.")
+
+
+def _table(rows: list[dict[str, Any]], *, key: str, wide: str) -> None:
+    """Columns that nothing is known for are left out."""
+    columns = {wide: st.column_config.TextColumn(width="large")}
+    st.dataframe(pd.DataFrame(rows).dropna(axis=1, how="all"), hide_index=True, key=key, column_config=columns)
