@@ -1,0 +1,97 @@
+{{- define "fp8watch.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* 50 characters at most: a component's suffix and a pod's hash have to fit into 63. */}}
+{{- define "fp8watch.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Arguments: root, component. */}}
+{{- define "fp8watch.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "fp8watch.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "fp8watch.labels" -}}
+{{ include "fp8watch.selectorLabels" . }}
+app.kubernetes.io/part-of: fp8watch
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "fp8watch.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "fp8watch.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "fp8watch.image" -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+
+{{/* What every container of ours may do: nothing. */}}
+{{- define "fp8watch.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Arguments: root, component (its values). */}}
+{{- define "fp8watch.podPlacement" -}}
+serviceAccountName: {{ include "fp8watch.serviceAccountName" .root }}
+automountServiceAccountToken: false
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .component.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .component.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with concat (.component.tolerations | default list) (.component.extraTolerations | default list) }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .component.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Settings that contradict each other stop the installation, naming the value to change. */}}
+{{- define "fp8watch.check" -}}
+{{- if and .Values.serviceMonitor.enabled .Values.podMonitor.enabled -}}
+{{- fail "serviceMonitor.enabled and podMonitor.enabled: every sample would be scraped twice; choose one" -}}
+{{- end -}}
+{{- if and (or .Values.serviceMonitor.enabled .Values.podMonitor.enabled) (ne .Values.agent.metrics.scope "pod") -}}
+{{- fail "agent.metrics.scope: a monitor cannot reach loopback; set it to pod" -}}
+{{- end -}}
+{{- if .Values.console.enabled -}}
+{{- if not .Values.console.nodeSelector -}}
+{{- fail "console.nodeSelector: the console reads the stores of one node; say which, e.g. {kubernetes.io/hostname: NODE}" -}}
+{{- end -}}
+{{- if not .Values.agent.dataHostPath -}}
+{{- fail "agent.dataHostPath: the console reads the stores there; it cannot be empty with console.enabled" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.redis.enabled (or .Values.externalRedis.url .Values.externalRedis.existingSecret) -}}
+{{- fail "redis.enabled and externalRedis: choose one" -}}
+{{- end -}}
+{{- if and .Values.controller.enabled (not .Values.redis.enabled) (not .Values.externalRedis.url) (not .Values.externalRedis.existingSecret) -}}
+{{- fail "controller.enabled: it needs redis.enabled, externalRedis.url or externalRedis.existingSecret" -}}
+{{- end -}}
+{{- end -}}
