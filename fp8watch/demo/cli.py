@@ -1,0 +1,112 @@
+"""`fp8watch demo`: trains a small real GPT in FP8, breaks it, and shows how it is saved."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fp8watch.demo.config import Device
+from fp8watch.demo.plan import Plan, make_plan
+from fp8watch.demo.runner import TrainingFailed, run_plan
+from fp8watch.demo.scenarios.catalogue import SCENARIOS
+from fp8watch.errors import EXIT_BAD_INPUT, BadInput
+
+EXIT_BROKEN = 1
+
+
+def demo(
+    scenario: Annotated[str, typer.Option(help="What is to go wrong; see --list.")] = "frozen-scale",
+    policy: Annotated[str, typer.Option(help="observe, auto, or a policy file.")] = "auto",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps (400).")] = None,
+    seed: Annotated[int, typer.Option(help="Of model and data.")] = 0,
+    fault_step: Annotated[int | None, typer.Option(help="Step in which the fault begins (half-way).")] = None,
+    layer: Annotated[str | None, typer.Option(help="Where the fault is, for scenarios that have a layer.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    with_unwatched: Annotated[
+        bool | None,
+        typer.Option(
+            "--with-unwatched/--without-unwatched", help="Train the faulty run unwatched too (not in --json)."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="No screen; the last line is one JSON object.")] = False,
+    list_scenarios: Annotated[bool, typer.Option("--list", help="Name the scenarios and stop.")] = False,
+) -> None:
+    """Train a small GPT in FP8 with a fault, watched, beside its healthy twin."""
+    if list_scenarios:
+        _list(as_json)
+        return
+    try:
+        chosen = _device(device)
+        plan = make_plan(
+            scenario=scenario, policy=policy, steps=steps, seed=seed, fault_step=fault_step, layer=layer, device=chosen
+        )
+    except BadInput as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    unwatched = not as_json if with_unwatched is None else with_unwatched
+    try:
+        _run_json(plan, unwatched) if as_json else _run_screen(plan, unwatched)
+    except TrainingFailed as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_BROKEN) from None
+
+
+def _device(name: str) -> Device:
+    if name == "cpu":
+        return "cpu"
+    if name != "cuda":
+        raise BadInput([f"command line:1: --device: {name!r} is neither cpu nor cuda"])
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BadInput(["command line:1: --device: torch sees no CUDA device here"])
+    return "cuda"
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {"scenario": s.name, "family": s.family, "summary": s.summary, "recurs": s.recurs, "layer": s.layer,
+             "takes_layer": s.takes_layer, "takes_fault_step": s.takes_fault_step}
+            for s in SCENARIOS.values()
+        ]  # fmt: skip
+        typer.echo(json.dumps(rows))
+        return
+    table = Table("scenario", "family", "what goes wrong", "--layer", "on replay")
+    for scenario in SCENARIOS.values():
+        layer = (scenario.layer or "all") if scenario.takes_layer else "-"
+        table.add_row(scenario.name, scenario.family, scenario.summary, layer, scenario.recurs)
+    Console().print(table)
+
+
+def _run_json(plan: Plan, with_unwatched: bool) -> None:
+    from fp8watch.demo import result
+
+    progress = run_plan(plan, with_unwatched=with_unwatched)
+    line = result.as_json(
+        plan,
+        progress.story,
+        watched=progress.watched,
+        twin=progress.twin,
+        unwatched=progress.unwatched,
+        ended=progress.ended,
+    )
+    typer.echo(json.dumps(line, allow_nan=False))
+
+
+def _run_screen(plan: Plan, with_unwatched: bool) -> None:
+    from fp8watch.demo.screen import Screen, closing_table
+
+    console = Console()
+    with Screen(console) as screen:
+        progress = run_plan(plan, with_unwatched=with_unwatched, listener=screen)
+    console.print(closing_table(progress))
+    console.print("look further:")
+    console.print("  fp8watch console")
+    if progress.story.store is not None:
+        console.print(f"  fp8watch replay {escape(str(progress.story.store))}", soft_wrap=True)

@@ -1,0 +1,115 @@
+"""Trainings as processes of their own, and the losses they send.
+
+One thread of arithmetic each: three of them share two cores, and one thread adds in the same order always.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from fp8watch.demo.config import RunSpec
+
+FINAL_STEPS = 20
+"""A final loss is the mean over this many last optimizer steps."""
+
+STOP_SECONDS = 10.0
+"""What a process has to end after it was asked to."""
+
+
+class Losses:
+    """Losses by step of the surviving timeline: a step that is replayed replaces what was there."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, float] = {}
+        self.last_step = 0
+        """Newest step of the timeline."""
+        self.num_replayed = 0
+        """Steps that a rollback undid."""
+
+    def add(self, step: int, loss: float) -> None:
+        """Take one step in."""
+        if step <= self.last_step:
+            self.num_replayed += self.last_step - step + 1
+            for undone in range(step, self.last_step + 1):
+                self._by_step.pop(undone, None)
+        self._by_step[step] = loss
+        self.last_step = step
+
+    def series(self) -> list[tuple[int, float]]:
+        """(step, loss) in the order of steps; a copy."""
+        return sorted(self._by_step.copy().items())
+
+    def final(self, steps: int) -> float | None:
+        """Mean of the last `FINAL_STEPS` of `steps`; None when one is missing, or when it is not finite."""
+        wanted = range(steps - FINAL_STEPS + 1, steps + 1)
+        if any(step not in self._by_step for step in wanted):
+            return None
+        mean = sum(self._by_step[step] for step in wanted) / FINAL_STEPS
+        return mean if mean == mean and abs(mean) != float("inf") else None
+
+
+class TrainingProcess:
+    """One worker, started at once. `errors` is the file its standard error goes to."""
+
+    def __init__(self, spec: RunSpec, errors: Path) -> None:
+        self.spec = spec
+        self.losses = Losses()
+        self.errors = errors
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "fp8watch.demo.worker", msgspec.json.encode(spec).decode()]
+        with errors.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment
+            )
+        self._reader = threading.Thread(target=self._read, name="demo-losses", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                row = json.loads(line)
+                self.losses.add(int(row["step"]), float(row["loss"]))
+            except (ValueError, KeyError, TypeError):
+                continue  # something else printed; what is missing shows in the result
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, once it has ended and all its losses are here; None before."""
+        code = self._process.poll()
+        return None if code is None or self._reader.is_alive() else code
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended and all its losses are here."""
+        code = self._process.wait()
+        self._reader.join()
+        return code
+
+    def stop(self) -> None:
+        """End it if it runs."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._reader.join(STOP_SECONDS)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def error_text(self, num_lines: int = 20) -> str:
+        """The end of what it wrote to standard error."""
+        lines = self.errors.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])

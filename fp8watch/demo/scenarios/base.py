@@ -1,0 +1,94 @@
+"""What a scenario is, and the places where a fault may enter a training.
+
+Some faults happen once in wall-clock time (a bit flips, a buffer is overwritten): after a rollback they do not
+come again. Others are keyed to something that a rollback rewinds, the data or the schedule: they do. Each
+scenario says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from fp8watch.demo.config import TrainingConfig
+from fp8watch.demo.data import Item
+from fp8watch.demo.schedule import Schedule
+
+
+class Fault:
+    """No fault. Sub-classes override where theirs enters."""
+
+    def schedule(self, schedule: Schedule) -> Schedule:
+        """The schedule that the run gets."""
+        return schedule
+
+    def dataset(self, dataset: Dataset[Item]) -> Dataset[Item]:
+        """The data that the run gets."""
+        return dataset
+
+    def enter(self, model: nn.Module) -> None:
+        """The model is built and in FP8; training has not begun."""
+
+    def before_step(self, step: int) -> None:
+        """Step `step` (counted from 1) begins. Called again for steps that are replayed."""
+
+
+class OneOff(Fault):
+    """Happens once, when step `fault_step` begins for the first time."""
+
+    def __init__(self, fault_step: int) -> None:
+        self._fault_step = fault_step
+        self._has_happened = False
+        self._model: nn.Module | None = None
+
+    def enter(self, model: nn.Module) -> None:
+        """Remembers the model."""
+        self._model = model
+
+    def before_step(self, step: int) -> None:
+        """Lets it happen."""
+        if self._has_happened or step != self._fault_step:
+            return
+        self._has_happened = True
+        assert self._model is not None
+        self.happen(self._model)
+
+    def happen(self, model: nn.Module) -> None:
+        """The fault itself."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a fault is made from."""
+
+    config: TrainingConfig
+    fault_step: int
+    layer: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One entry of `fp8watch demo --list`."""
+
+    name: str
+    family: str
+    """What kind of trouble it is, for people; nothing that finds trouble reads it."""
+    summary: str
+    make: Callable[[Setting], Fault]
+    recurs: str
+    """Whether it comes again when steps are replayed, and why."""
+    layer: str | None = None
+    """Default of `--layer`; None with `takes_layer`: all layers."""
+    takes_layer: bool = False
+    takes_fault_step: bool = True
+    fault_share: float = 0.5
+    """Default of `--fault-step` as a share of the steps."""
+    both: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `TrainingConfig` that this scenario's runs and their healthy twin have."""
+    faulty: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that only the faulty runs have: the fault is in the configuration."""

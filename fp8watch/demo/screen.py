@@ -1,0 +1,157 @@
+"""The live screen: three losses, what was found, what was done; and the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from fp8watch.demo import words
+from fp8watch.demo.plot import Curve, Marker, plot
+from fp8watch.demo.processes import Losses
+from fp8watch.demo.runner import Progress
+from fp8watch.records import ActionRecord, Finding
+
+RUN, TWIN, UNWATCHED, FAULT = "bright_green", "bright_blue", "red", "yellow"
+PLOT_ROWS = 14
+MAX_LINES = 8
+
+
+class Screen:
+    """Context manager; call it with every `Progress`. Without a terminal it writes lines as things happen."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_live = console.is_terminal
+        self._live = Live(console=console, refresh_per_second=2, transient=False)
+        self._said: set[str] = set()
+
+    def __enter__(self) -> Screen:
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_live:
+            self._live.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        """Show it."""
+        if self._is_live:
+            self._live.update(render(progress, width=self._console.width))
+            return
+        steps = progress.plan.watched.config.steps
+        lines = [f"step {step} of {steps}: {losses_line(progress)}" for step in _quarters(progress.watched, steps)]
+        for line in [*lines, *story_lines(progress)]:
+            # Losses differ from call to call; a quarter is said once.
+            key = line.split(":")[0] if line in lines else line
+            if key not in self._said:
+                self._said.add(key)
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _quarters(losses: Losses, steps: int) -> list[int]:
+    return [step for step in range(steps // 4, steps + 1, max(1, steps // 4)) if losses.last_step >= step]
+
+
+def render(progress: Progress, *, width: int) -> Panel:
+    """The whole screen."""
+    plan = progress.plan
+    steps = plan.watched.config.steps
+    curves = [Curve(points=progress.twin.series(), colour=TWIN)]
+    if progress.unwatched is not None:
+        curves.append(Curve(points=progress.unwatched.series(), colour=UNWATCHED))
+    curves.append(Curve(points=progress.watched.series(), colour=RUN))
+    markers = [] if plan.fault_step is None else [Marker(step=plan.fault_step, colour=FAULT)]
+    chart = plot(curves, last_step=steps, width=width - 4, height=PLOT_ROWS, markers=markers)
+    legend = Text()
+    for name, losses, colour in _runs(progress):
+        legend.append(f"--- {name} {_newest(losses)}   ", colour)
+    if plan.fault_step is not None:
+        legend.append(f"| fault at step {plan.fault_step}", FAULT)
+    lines = story_lines(progress)
+    story = Text("\n".join(lines[-MAX_LINES:]) if lines else "nothing found so far")
+    title = (
+        f"fp8watch demo: {plan.scenario.name} ({plan.scenario.summary}), seed {plan.watched.config.seed}, "
+        f"policy {plan.policy}, step {progress.watched.last_step} of {steps}"
+    )
+    return Panel(Group(chart, legend, Text(), story), title=escape(title), title_align="left")
+
+
+def _runs(progress: Progress) -> list[tuple[str, Losses, str]]:
+    rows = [("this run", progress.watched, RUN), ("healthy twin", progress.twin, TWIN)]
+    if progress.unwatched is not None:
+        rows.append(("unwatched", progress.unwatched, UNWATCHED))
+    return rows
+
+
+def _newest(losses: Losses, num_steps: int = 10) -> str:
+    recent = [loss for _, loss in losses.series()[-num_steps:]]
+    return f"{sum(recent) / len(recent):.3f}" if recent else "-"
+
+
+def losses_line(progress: Progress) -> str:
+    """The newest losses in words."""
+    return ", ".join(f"{name} {_newest(losses)}" for name, losses, _ in _runs(progress))
+
+
+def story_lines(progress: Progress) -> list[str]:
+    """Findings and actions in the order of their steps; the warnings too."""
+    story = progress.story
+    lines = [(finding.step, 0, f"found   {words.finding_line(finding)}") for finding in story.findings]
+    for action in story.actions:
+        verb = "asked   " if action.applied_step is None else "did     "
+        lines.append((action.applied_step or action.decided_step, 1, verb + words.action_line(action)))
+    return [line for _, _, line in sorted(lines, key=lambda entry: entry[:2])]
+
+
+def closing_table(progress: Progress) -> Table:
+    """Fault, onset, found after, cause, action, losses."""
+    plan, story = progress.plan, progress.story
+    steps = plan.watched.config.steps
+    first = _first_of_fault(story.findings, plan.fault_step)
+    table = Table(title=f"fp8watch demo: {plan.scenario.name}", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    at = "" if plan.fault_step is None else f" at step {plan.fault_step}"
+    table.add_row("fault", plan.scenario.summary + at)
+    table.add_row("onset", "nothing found" if first is None else f"step {first.onset_step}")
+    found = "-"
+    if first is not None:
+        delay = first.step - (plan.fault_step if plan.fault_step is not None else first.onset_step)
+        found = f"{delay} steps, by {first.detector} in {first.tensor or first.layer or 'loss and gradients'}"
+    table.add_row("found after", found)
+    table.add_row("cause", "-" if first is None else f"{first.cause}: {words.evidence(first.evidence)}")
+    table.add_row("action", _actions(story.applied, story.proposed))
+    names = {"this run": "loss, this run", "healthy twin": "loss, healthy twin", "unwatched": "loss, unwatched"}
+    twin = progress.twin.final(steps)
+    for name, losses, _ in _runs(progress):
+        table.add_row(names[name], _final(losses.final(steps), twin if name != "healthy twin" else None))
+    return table
+
+
+def _first_of_fault(findings: Sequence[Finding], fault_step: int | None) -> Finding | None:
+    act = [finding for finding in findings if finding.severity == "act"]
+    after = [finding for finding in act if fault_step is None or finding.step >= fault_step]
+    return (after or act or [None])[0]  # type: ignore[list-item]
+
+
+def _actions(applied: Sequence[ActionRecord], proposed: Sequence[ActionRecord]) -> str:
+    lines = [words.action_line(action) for action in applied]
+    lines += [f"only proposed: {words.action_line(action)}" for action in proposed if action.mode != "auto"]
+    return "\n".join(lines) or "none"
+
+
+def _final(loss: float | None, twin: float | None) -> str:
+    if loss is None:
+        return "not finite"
+    compared = f"  ({(loss / twin - 1) * 100:+.1f} % against the twin)" if twin else ""
+    return f"{loss:.3f}{compared}"

@@ -1,0 +1,122 @@
+"""The training itself: model, optimizer, schedule and data from a config, and the loop that the README shows.
+
+A watched run hands `fp8watch.attach`'s object to the loop; twin and unwatched runs hand `Bare`, which does with
+torch alone what a loop without fp8watch does. Nothing else differs between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fp8watch.demo import schedule
+from fp8watch.demo.config import TrainingConfig
+from fp8watch.demo.data import Item, Windows, loader
+from fp8watch.demo.model import GPT, Shape
+from fp8watch.demo.scenarios.base import Fault
+from fp8watch.emulation import DelayedScaling, convert
+
+SPARE_BATCHES = 512
+"""Data beyond the steps: a rollback may leave batches out."""
+
+Report = Callable[[int, float], None]
+"""step, loss"""
+
+
+class Watched(Protocol):
+    """What the loop asks of `fp8watch.Watch`, and of `Bare`."""
+
+    @property
+    def global_step(self) -> int:
+        """Updates done in this timeline."""
+
+    def batches(self, loader: Iterable[Any], /) -> Iterable[Any]:
+        """The loader's batches."""
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clip; the norm before."""
+
+    def step(self, loss: torch.Tensor, /) -> None:
+        """The step's end."""
+
+
+class Bare:
+    """A loop without fp8watch."""
+
+    def __init__(self) -> None:
+        self.global_step = 0
+
+    def batches(self, loader: Iterable[Any], /) -> Iterator[Any]:
+        """As they come."""
+        return iter(loader)
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """torch's."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def step(self, loss: torch.Tensor, /) -> None:
+        """Counts."""
+        self.global_step += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """All objects of one training."""
+
+    config: TrainingConfig
+    model: GPT
+    optimizer: torch.optim.AdamW
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    loader: DataLoader[Item]
+    fault: Fault
+
+
+def build(config: TrainingConfig, fault: Fault) -> Training:
+    """A training at step 0; a function of its arguments alone."""
+    torch.manual_seed(config.seed)
+    model = GPT(Shape(num_layers=config.num_layers, width=config.width, length=config.length))
+    model.to(config.device)
+    recipe = DelayedScaling(amax_history_len=config.amax_history_len)
+    convert(model, recipe, filter=lambda name, linear: name.startswith("blocks."))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, config.beta2))
+    plan = schedule.schedule(warmup_steps=config.warmup_steps, steps=config.steps, floor=config.lr_floor)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, fault.schedule(plan))
+    num_samples = (config.steps + SPARE_BATCHES) * config.batch_size
+    dataset = Windows(seed=config.seed, num_samples=num_samples, length=config.length)
+    batches = loader(fault.dataset(dataset), batch_size=config.batch_size)
+    fault.enter(model)
+    return Training(
+        config=config, model=model, optimizer=optimizer, scheduler=scheduler, loader=batches, fault=fault
+    )  # fmt: skip
+
+
+def train(training: Training, watch: Watched, report: Report) -> None:
+    """Train to `config.steps` updates, however many have to be replayed; `report` hears of every step's loss.
+
+    What is reported and watched is the plain cross-entropy; what is optimised carries the samples' weights.
+    """
+    config, model, optimizer = training.config, training.model, training.optimizer
+    for inputs, targets, weights in watch.batches(training.loader):
+        step = watch.global_step + 1
+        training.fault.before_step(step)
+        logits = model(inputs.to(config.device))
+        losses = F.cross_entropy(logits.transpose(1, 2), targets.to(config.device), reduction="none").mean(dim=1)
+        loss = losses.detach().mean()
+        (losses * weights.to(config.device)).mean().backward()
+        watch.clip_grad_norm_(model.parameters(), max_norm=config.max_norm)
+        optimizer.step()
+        training.scheduler.step()
+        optimizer.zero_grad()
+        watch.step(loss)
+        report(step, loss.item())
+        if watch.global_step >= config.steps:
+            return
