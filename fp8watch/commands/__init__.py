@@ -1,0 +1,1 @@
+"""The command line's sub-commands, one file a group. `fp8watch.cli` puts them together."""

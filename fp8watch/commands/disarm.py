@@ -1,0 +1,34 @@
+"""`fp8watch disarm [RUN | --all] [--undo]`: stop all acting at once; watching goes on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fp8watch.commands import stores
+from fp8watch.commands.output import not_found
+from fp8watch.commands.stores import DirOption
+
+
+def command(
+    run: Annotated[str | None, typer.Argument(help="Run; default: the newest.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All runs under the folder, later ones too.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Let act again.")] = False,
+    directory: DirOption = None,
+) -> None:
+    """Let nothing act from the next step boundary on. What all ranks have already agreed on is still applied."""
+    from fp8watch.controller import markers
+
+    home = stores.folder(directory)
+    name = None if every else stores.find(home, run).record.run
+    what = "all runs" if name is None else name
+    try:
+        if not undo:
+            typer.echo(f"{what}: disarmed by {markers.disarm(home, name)}")
+        elif markers.rearm(home, name):
+            typer.echo(f"{what}: armed again")
+        else:
+            typer.echo(f"{what}: was not disarmed")
+    except OSError as error:
+        raise not_found(f"{home} cannot be written: {error}; set FP8WATCH_DISARM=1 for the run instead") from error
