@@ -91,6 +91,7 @@ class StepFrame(Record, frozen=True, kw_only=True, tag="frame"):
 
     `scalars` keys: loss (raw, mean of micro-batches), grad_norm (before clipping, after unscaling),
     learning_rate, clip_limit, loss_scale, step_seconds, tokens, samples (consumed so far), update_rms,
+    update_ratio (RMS of the update over the RMS of the parameters, matrices only),
     update_skipped (1.0 when the optimizer step was skipped), bf16_modules, overhead_seconds,
     lr_factor (ours, 1.0 when untouched), param_nonfinite (1.0 when a parameter sample is not finite).
 
@@ -112,6 +113,8 @@ class StepFrame(Record, frozen=True, kw_only=True, tag="frame"):
     updates_forward: int = 1
     """Scale updates the forward tensors saw in this step (micro-batches)."""
     updates_backward: int = 1
+    dropped: dict[str, int] = {}
+    """Messages this rank's transport has dropped since it was attached, by reason; filled in by the channel."""
 
 
 class Hello(Record, frozen=True, kw_only=True, tag="hello"):
@@ -152,6 +155,8 @@ class Welcome(Record, frozen=True, kw_only=True, tag="welcome"):
     term: int
     metrics_url: str = ""
     store: str = ""
+    warnings: list[str] = []
+    """What a person should know about the agent: a store that could not be written, a missing package."""
 
 
 class Command(Record, frozen=True, kw_only=True, tag="command"):
@@ -230,6 +235,8 @@ class Goodbye(Record, frozen=True, kw_only=True, tag="goodbye"):
     rank: int
     step: int
     reason: str = "end"
+    dropped: dict[str, int] = {}
+    """As in `StepFrame`."""
 
 
 class Finding(Record, frozen=True, kw_only=True, tag="finding"):

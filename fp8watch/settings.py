@@ -52,5 +52,8 @@ class Settings(BaseSettings):
     store_limit_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
     """Size cap of the store; ledger and decisions are never dropped for it."""
 
+    report: bool = True
+    """True: attach says once, on rank 0, what is watched and what is not available."""
+
     log_level: str = "INFO"
     """Level of the background process's log."""

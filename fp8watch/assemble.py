@@ -1,0 +1,171 @@
+"""Builds what a watch is made of, in the order in which nothing has to be taken back: hooks come last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8watch import report
+from fp8watch.actions.clip_control import ClipControl
+from fp8watch.actions.context import ActionContext
+from fp8watch.actions.lr_control import LrControl
+from fp8watch.actions.registry import build_actions
+from fp8watch.actions.skip_guard import SkipGuard
+from fp8watch.agreement import Agreement, ObserveOnly, SingleProcess
+from fp8watch.boundary import Boundary
+from fp8watch.capture import sources
+from fp8watch.checkpoints import Checkpoints
+from fp8watch.checkpoints.manager import CheckpointManager
+from fp8watch.checkpoints.parts import TrainingParts
+from fp8watch.controller import markers
+from fp8watch.data import Batches
+from fp8watch.disarm import Disarm
+from fp8watch.errors import CheckpointError, Halted
+from fp8watch.guard import Guard
+from fp8watch.identity import Identity, identify
+from fp8watch.journal import Journal
+from fp8watch.policy.schema import Policy
+from fp8watch.recorder import Recorder
+from fp8watch.session import Session
+from fp8watch.settings import Settings
+from fp8watch.stepping import OptimizerTap
+from fp8watch.transport import places
+from fp8watch.transport.channel import Channel
+from fp8watch.uplink import Uplink
+from fp8watch.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of attach, checked."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any | None
+    dataloader: Any | None
+    checkpoints: Checkpoints | None
+    scaler: Any | None
+    run: str | None
+    settings: Settings
+    forward: Callable[[], torch.Tensor] | None
+    policy: Policy
+    policy_text: str | None
+    policy_name: str
+    arms_skip_update: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """An attached watch, its session, and what attach has to say."""
+
+    watch: Watch
+    session: Session
+    report: list[str]
+
+
+def assemble(arguments: Arguments) -> Made:
+    """Build a watch and attach it. Raises `BadInput` for an agent address that is none and
+    `Halted` for a run that was halted, before anything is started."""
+    settings = arguments.settings
+    identity = identify(arguments.run, settings.run)
+    _refuse_halted(settings, identity)
+    channel = Channel(run=identity.run, settings=settings, local_rank=identity.local_rank)
+    folder = places.run_folder(settings.dir, identity.run)
+    guard = Guard()
+    found = guard.call("sources", sources.find, arguments.model) or sources.Found()
+    agreement: Agreement = SingleProcess() if identity.world_size == 1 else ObserveOnly()
+    session = Session(
+        identity=identity, directory=settings.dir, guard=guard, journal=Journal(folder, identity.rank),
+        agreement=agreement,
+        disarm=Disarm(settings, identity.run), policy_text=arguments.policy_text, policy_name=arguments.policy_name,
+        framework=found.framework,
+    )  # fmt: skip
+    if session.journal.unavailable is not None:
+        session.note(f"{session.journal.unavailable}; training goes on, nothing can act")
+    session.context = _context(arguments, identity, session, found)
+    session.actions = guard.call("actions", build_actions, session.context) or {}
+    session.warmup_steps = getattr(session.actions.get("lengthen_warmup"), "warmup_steps", None)
+    _arm_skip(arguments, session)
+    session.recorder = _recorder(arguments, identity, session, found)
+    session.uplink = Uplink(channel, guard, session.checkpoint_records)
+    boundary = _boundary(arguments, identity, session)
+    session.uplink.open(session.hello(), session.recorder.layout)
+    session.tap = OptimizerTap(arguments.optimizer, session.recorder)
+    boundary.report_unfinished(identity.run, session.attempt)
+    text = report.lines(
+        identity=identity, layout=session.recorder.layout, framework=found.framework,
+        policy_name=arguments.policy_name, mode=arguments.policy.mode, capabilities=session.capabilities(),
+        directory=folder,
+    )  # fmt: skip
+    return Made(watch=Watch(session, boundary), session=session, report=text)
+
+
+def _refuse_halted(settings: Settings, identity: Identity) -> None:
+    """A halted run starts again when a person has released it. Raises `Halted`."""
+    if markers.is_halted(settings.dir, identity.run):
+        raise Halted(f"run {identity.run} was halted before; let it go on with: fp8watch runs release {identity.run}")
+
+
+def _context(arguments: Arguments, identity: Identity, session: Session, found: sources.Found) -> ActionContext:
+    data = Batches(arguments.dataloader) if arguments.dataloader is not None else None
+    parts = TrainingParts(
+        model=arguments.model, optimizer=arguments.optimizer, scheduler=arguments.lr_scheduler,
+        scaler=arguments.scaler, controls=found.controls, data=data,
+    )  # fmt: skip
+    manager = None
+    if arguments.checkpoints is not None:
+        try:
+            manager = CheckpointManager(
+                arguments.checkpoints, parts, run=identity.run, attempt=lambda: session.attempt
+            )  # fmt: skip
+        except (CheckpointError, OSError) as error:
+            session.note(f"no checkpoints will be saved: {error}")
+    clip = ClipControl(arguments.optimizer)
+    return ActionContext(
+        parts=parts, lr=LrControl(arguments.optimizer, arguments.lr_scheduler), clip=clip,
+        skip=SkipGuard(arguments.optimizer, clip, arguments.scaler), checkpoints=manager,
+        step=lambda: session.step, attempt=lambda: session.attempt, rewind=session.rewind, note=session.note,
+        forward=arguments.forward,
+    )  # fmt: skip
+
+
+def _arm_skip(arguments: Arguments, session: Session) -> None:
+    """Skipping a non-finite update is a standing rule that the rank carries out on the spot."""
+    if not arguments.arms_skip_update or session.agreement.unavailable is not None:
+        return
+    skip = session.context.skip
+    reason = skip.unavailable()
+    if reason is not None:
+        session.note(f"skip_update: {reason}")
+        return
+    limits = [
+        rung.max_consecutive for rule in arguments.policy.rules for rung in rule.ladder if rung.action == "skip_update"
+    ]
+    skip.max_in_a_row = min(limit for limit in limits if limit > 0)
+    skip.arm("policy")
+
+
+def _recorder(arguments: Arguments, identity: Identity, session: Session, found: sources.Found) -> Recorder:
+    return Recorder(
+        run=identity.run, rank=identity.rank, model=arguments.model, optimizer=arguments.optimizer,
+        scaler=arguments.scaler, lr=session.context.lr, clip=session.context.clip, skip=session.context.skip,
+        sources=found.sources, unseen=found.unseen, guard=session.guard, note=session.note,
+        may_act=lambda: session.disarm.reason() is None, statistics_every=arguments.settings.statistics_every,
+    )  # fmt: skip
+
+
+def _boundary(arguments: Arguments, identity: Identity, session: Session) -> Boundary:
+    def broken(reason: str) -> None:
+        session.context.halt_reason = session.context.halt_reason or reason
+
+    return Boundary(
+        rank=identity.rank, actions=session.actions, capabilities=session.capabilities, journal=session.journal,
+        agreement=session.agreement, disarm=session.disarm, mode=arguments.policy.mode, send=session.uplink.send,
+        attempt=lambda: session.attempt, on_broken=broken,
+    )  # fmt: skip

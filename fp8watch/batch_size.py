@@ -1,0 +1,47 @@
+"""Samples and tokens of a batch, whatever its shape: tensors, dicts, tuples, lists, objects with fields.
+
+Only shapes and dtypes are looked at, never values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+MAX_DEPTH = 4
+"""Batches nest a dict in a tuple at most; deeper is a graph or a tree that is not ours to walk."""
+
+_TOKEN_KEYS = ("input_ids", "tokens")
+
+
+def count_samples(batch: Any) -> int | None:
+    """Length of the first dimension of the first tensor; None where there is none."""
+    for tensor in _tensors(batch):
+        return int(tensor.shape[0]) if tensor.dim() else 1
+    return None
+
+
+def count_tokens(batch: Any) -> int | None:
+    """Elements of `input_ids` or `tokens`, else of the first integer tensor of two or more dimensions; None: none."""
+    if isinstance(batch, Mapping):
+        for key in _TOKEN_KEYS:
+            if isinstance(batch.get(key), torch.Tensor):
+                return int(batch[key].numel())
+    for tensor in _tensors(batch):
+        if tensor.dim() >= 2 and tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            return int(tensor.numel())
+    return None
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < MAX_DEPTH:
+        if isinstance(value, Mapping):
+            for item in value.values():
+                yield from _tensors(item, depth + 1)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                yield from _tensors(item, depth + 1)

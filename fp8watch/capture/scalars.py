@@ -1,0 +1,111 @@
+"""The step's scalars: whatever the trainer hands over, taken raw and without waiting for a device.
+
+A value is kept as a Python float where it is one already and as a device tensor otherwise; the ring brings
+tensors to the host later. A loss that cannot be used is described, never guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+Scalar = float | torch.Tensor
+
+
+class NotAScalar(ValueError):
+    """A value that is no scalar; the message says what is wanted and what came."""
+
+
+def as_scalar(value: Any, name: str = "loss") -> Scalar:
+    """A float, or a detached 0-D tensor on whatever device it is; raises `NotAScalar`.
+
+    Tensors of one element, Python and numpy numbers are scalars; a NaN or infinity is one too.
+    """
+    if isinstance(value, torch.Tensor):
+        return _tensor_scalar(value, name)
+    if isinstance(value, np.ndarray | np.generic) and value.size == 1 and value.dtype.kind in "fiub":
+        return float(value.reshape(()))
+    if isinstance(value, int | float):
+        return float(value)
+    raise NotAScalar(f"{name} is {_describe(value)}; fp8watch wants one number: a 0-D tensor, a float, a numpy scalar")
+
+
+def _tensor_scalar(value: torch.Tensor, name: str) -> torch.Tensor:
+    if value.numel() != 1 or value.is_complex() or value.device.type == "meta":
+        raise NotAScalar(f"{name} is {_describe(value)}; fp8watch wants one number, for example {name}.mean()")
+    placements = getattr(value, "placements", None)
+    if placements is not None:
+        if not all(placement.is_replicate() for placement in placements):
+            raise NotAScalar(f"{name} is a DTensor with {placements}; fp8watch wants {name}.full_tensor()")
+        value = value._local_tensor  # type: ignore[attr-defined]
+    return value.detach().reshape(())
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}, {value.dtype}"
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def mean(values: list[Scalar]) -> Scalar:
+    """Mean of micro-batch losses in float32 on the first tensor's device; plain floats are averaged as floats."""
+    if len(values) == 1:
+        return values[0]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return sum(float(value) for value in values) / len(values)
+    device = tensors[0].device
+    parts = [
+        value.to(device=device, dtype=torch.float32, non_blocking=True)
+        if isinstance(value, torch.Tensor)
+        else torch.full((), value, dtype=torch.float32, device=device)
+        for value in values
+    ]
+    return torch.stack(parts).mean()
+
+
+class StepScalars:
+    """Collects one step's scalars under the names of `fp8watch.records.StepFrame.scalars`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Scalar] = {}
+        self._micro: list[Scalar] = []
+
+    def put(self, name: str, value: Scalar | None) -> None:
+        """Keep a value; None: not observed."""
+        if value is not None:
+            self._values[name] = value
+
+    def has(self, name: str) -> bool:
+        """Whether this step has a value of that name so far."""
+        return name in self._values
+
+    def micro_loss(self, value: Any) -> None:
+        """Add one micro-batch's loss; copied, since the trainer may reuse its memory. Raises `NotAScalar`."""
+        scalar = as_scalar(value)
+        self._micro.append(scalar.clone() if isinstance(scalar, torch.Tensor) else scalar)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Losses added since the last step."""
+        return len(self._micro)
+
+    def loss(self, value: Any) -> None:
+        """The step's loss: the mean of the micro-batches' where there were any, else `value`. Raises `NotAScalar`."""
+        if self._micro:
+            micro, self._micro = self._micro, []
+            self._values["loss"] = mean(micro)
+        elif value is not None:
+            self._values["loss"] = as_scalar(value)
+
+    def take(self) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """The step's values, split into those on the host already and those on a device; starts the next step."""
+        values, self._values = self._values, {}
+        self._micro.clear()
+        host = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+        device = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return host, device

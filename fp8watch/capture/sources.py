@@ -1,0 +1,94 @@
+"""Which source fits a model: found by looking at its modules, importing only what the model itself has loaded.
+
+A framework whose FP8 state this version cannot read is named module by module: silence is the worst failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fp8watch.capture.controls import Fp8Controls
+from fp8watch.capture.source import Source
+
+logger = logging.getLogger(__name__)
+
+UNREAD = {"torchao.float8": "torchao float8 layers are not read by this version"}
+"""Package of a module's class -> why it is not observed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What can be read and changed in a model's FP8 layers."""
+
+    sources: list[Source] = field(default_factory=list)
+    """At most one in this version."""
+    controls: Fp8Controls | None = None
+    unseen: list[str] = field(default_factory=list)
+    """`module: reason` of FP8 modules that no source reads."""
+    framework: str = ""
+
+
+def find(model: torch.nn.Module) -> Found:
+    """Choose source and controls for a model."""
+    found = Found()
+    for name, is_of, make in _FRAMEWORKS:
+        modules = [path for path, module in model.named_modules() if is_of(module)]
+        if not modules:
+            continue
+        reason = f"{name}: only one framework's layers are read in a model, and {found.framework} came first"
+        if not found.sources:
+            try:
+                source, controls = make(model)
+                found.sources, found.controls, found.framework = [source], controls, name
+                continue
+            except Exception as error:  # a version of the framework that is not known here
+                logger.debug("source for %s", name, exc_info=error)
+                reason = f"{name}: {type(error).__name__}: {error}"
+        found.unseen.extend(f"{path}: {reason}" for path in modules)
+    found.unseen.extend(f"{path}: {reason}" for path, reason in _unread(model))
+    return found
+
+
+def _is_emulated(module: torch.nn.Module) -> bool:
+    emulation = sys.modules.get("fp8watch.emulation.linear")
+    return emulation is not None and isinstance(module, emulation.Fp8Linear)
+
+
+def _make_emulated(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
+    from fp8watch.capture.emulated import EmulatedSource
+    from fp8watch.capture.emulated_controls import EmulatedControls
+
+    return EmulatedSource(model), EmulatedControls(model)
+
+
+def _is_transformer_engine(module: torch.nn.Module) -> bool:
+    home = type(module).__module__
+    return home.startswith("transformer_engine") and isinstance(getattr(module, "fp8_meta", None), dict)
+
+
+def _make_transformer_engine(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
+    from fp8watch.capture.te_controls import TeControls
+    from fp8watch.capture.te_delayed import TeDelayedSource
+
+    controls = TeControls(model)
+    return TeDelayedSource(model), controls
+
+
+_FRAMEWORKS: tuple[tuple[str, Callable[[torch.nn.Module], bool], Callable[[torch.nn.Module], Any]], ...] = (
+    ("emulation", _is_emulated, _make_emulated),
+    ("Transformer Engine", _is_transformer_engine, _make_transformer_engine),
+)
+
+
+def _unread(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    for path, module in model.named_modules():
+        home = type(module).__module__
+        for package, reason in UNREAD.items():
+            if home == package or home.startswith(package + "."):
+                yield path, reason

@@ -1,0 +1,222 @@
+"""`watch.batches(loader)`: yields exactly what the bare loader yields, and can be put back to where it was.
+
+Three kinds of loader can be rewound: one with `state_dict`/`load_state_dict` (StatefulDataLoader), a plain
+`DataLoader`, and anything that can be iterated again. The position of the latter two is the state of the random
+generators at the start of the epoch and the number of batches since; going back makes a new iterator under those
+generators and leaves out the batches before the position, without loading them where a sampler hands out indices.
+Iterators that can be consumed only once cannot be rewound, and say so.
+
+A running `for` loop follows: the batch after a rollback is the one at the restored position. Random augmentation
+inside worker processes is not replayed exactly; everything drawn in the main process is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fp8watch import rng
+from fp8watch.batch_size import count_samples, count_tokens
+from fp8watch.skip_first import skipping
+
+ONE_SHOT = "the loader can be iterated only once ({type}); give a DataLoader or something that can be iterated again"
+BYPASSED = "the loop does not take its batches from watch.batches(loader)"
+
+State = dict[str, Any]
+
+
+class Batches:
+    """A rewindable view of a loader. `samples` and `skipped_samples` count since the start of training."""
+
+    def __init__(self, loader: Iterable[Any], on_batch: Callable[[Any], None] | None = None) -> None:
+        self.loader = loader
+        self._on_batch = on_batch
+        self._is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._iterator: Iterator[Any] | None = None
+        self._epoch = -1
+        self._index = 0
+        self._epoch_state: State = {}
+        self._pending: tuple[State, int] | None = None
+        self._tokens: int | None = None
+        self.samples = 0
+        """Position in the stream of samples: yielded ones and those left out on purpose."""
+        self.skipped_samples = 0
+        """Of `samples`, those that were left out by `load_state_dict(..., skip_batches=)`."""
+        self.unavailable: str | None = None
+        """Why the position cannot be saved or restored; None: it can."""
+        if isinstance(loader, Iterator) and not self._is_stateful:
+            self.unavailable = ONE_SHOT.format(type=type(loader).__name__)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch, the way the bare loader starts one; after a restored position, the rest of that epoch."""
+        if self.unavailable is BYPASSED:
+            self.unavailable = None
+        if self._pending is None:
+            self._start_epoch()
+        return self._run()
+
+    def __len__(self) -> int:
+        """Batches of an epoch, where the loader knows."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def _run(self) -> Iterator[Any]:
+        target = self._epoch
+        while True:
+            if self._pending is not None:
+                self._reposition()
+                target = max(target, self._epoch)
+            assert self._iterator is not None
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                # A rollback went back over an epoch's end: the epochs in between belong to this loop too.
+                if self._epoch < target:
+                    self._start_epoch()
+                    continue
+                self._iterator = None
+                return
+            self._index += 1
+            self.samples += count_samples(batch) or 0
+            tokens = count_tokens(batch)
+            if tokens is not None:
+                self._tokens = (self._tokens or 0) + tokens
+            if self._on_batch is not None:
+                self._on_batch(batch)
+            yield batch
+
+    def take_tokens(self) -> int | None:
+        """Tokens yielded since the last call; None: batches hold no integer tensor, or none was yielded."""
+        tokens, self._tokens = self._tokens, None
+        return tokens
+
+    def note_boundary(self) -> None:
+        """A step is done. If nothing was taken from us by then, the loop iterates over the bare loader."""
+        if self._epoch < 0 and self._pending is None and self.unavailable is None:
+            self.unavailable = BYPASSED
+
+    def _start_epoch(self) -> None:
+        self._epoch += 1
+        self._index = 0
+        self._epoch_state = {} if self._is_stateful else _epoch_state(self.loader)
+        self._iterator = iter(self.loader)
+
+    def state_dict(self) -> State:
+        """The position after the last batch yielded, as tensors and plain values. Cheap: called at every save."""
+        if self._pending is not None:
+            state, skip = self._pending
+            if skip == 0:
+                return state
+        state = {
+            "epoch": self._epoch,
+            "index": self._index,
+            "samples": self.samples,
+            "skipped_samples": self.skipped_samples,
+            "epoch_state": self._epoch_state,
+        }
+        if self._is_stateful and self._epoch >= 0:
+            state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: State, skip_batches: int = 0) -> None:
+        """Go back to a position and leave out `skip_batches` batches after it; in force from the next batch on.
+
+        Raises `ValueError` when this loader cannot be rewound or the state is no position.
+        """
+        if self.unavailable is not None:
+            raise ValueError(self.unavailable)
+        missing = {"epoch", "index", "samples"} - state.keys()
+        if missing:
+            raise ValueError(f"no data position: {', '.join(sorted(missing))} missing")
+        self._pending = (state, skip_batches)
+        self.samples = int(state["samples"])
+        self.skipped_samples = int(state.get("skipped_samples", 0))
+        self._tokens = None
+
+    def _reposition(self) -> None:
+        assert self._pending is not None
+        (state, skip_batches), self._pending = self._pending, None
+        self._epoch, self._index = int(state["epoch"]), int(state["index"])
+        self._epoch_state = state.get("epoch_state", {})
+        if self._epoch < 0:
+            self._start_epoch()
+        elif self._is_stateful:
+            if "loader" in state:
+                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._iterator = iter(self.loader)
+        else:
+            self._iterator = self._replayed()
+        self._leave_out(skip_batches)
+
+    def _replayed(self) -> Iterator[Any]:
+        """A new iterator of the epoch at `self._index`; the host's generators end as they are now."""
+        now = rng.snapshot()
+        generators = _generators(self.loader)
+        try:
+            if isinstance(self.loader, torch.utils.data.DataLoader):
+                keeps_workers = self.loader.persistent_workers and self.loader.num_workers > 0
+                if keeps_workers and self.loader._iterator is None:
+                    iter(self.loader)  # from here on it is reset, as it was for all epochs but the first
+                _restore_epoch(self.loader, generators, self._epoch_state)
+                if keeps_workers and self._epoch_state["made_iterator"]:
+                    # Making it drew the workers' base seed before the sampler drew; a reset does not.
+                    torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+                return skipping(self.loader, self._index)
+            _restore_epoch(self.loader, generators, self._epoch_state)
+            iterator = iter(self.loader)
+            for _ in range(self._index):
+                next(iterator, None)
+            return iterator
+        finally:
+            rng.restore(now)
+
+    def _leave_out(self, num_batches: int) -> None:
+        """Consume batches without yielding them, over the end of epochs too."""
+        while num_batches > 0:
+            assert self._iterator is not None
+            batch = next(self._iterator, _END)
+            if batch is _END:
+                if self._index == 0:
+                    return  # an empty loader
+                self._start_epoch()
+                continue
+            num_batches -= 1
+            self._index += 1
+            size = count_samples(batch) or 0
+            self.samples += size
+            self.skipped_samples += size
+
+
+_END = object()
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The user's own generators that the loader and its samplers draw from."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found: list[torch.Generator] = []
+    for owner in owners:
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
+            found.append(generator)
+    return found
+
+
+def _epoch_state(loader: Any) -> State:
+    sampler_epoch = getattr(getattr(loader, "sampler", None), "epoch", None)
+    return {
+        "rng": rng.snapshot(),
+        "generators": [generator.get_state() for generator in _generators(loader)],
+        "made_iterator": getattr(loader, "_iterator", None) is None,
+        "sampler_epoch": sampler_epoch if isinstance(sampler_epoch, int) else None,
+    }
+
+
+def _restore_epoch(loader: Any, generators: list[torch.Generator], state: State) -> None:
+    rng.restore(state["rng"])
+    for generator, saved in zip(generators, state["generators"], strict=False):
+        generator.set_state(saved)
+    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+    if state["sampler_epoch"] is not None and set_epoch is not None:
+        set_epoch(state["sampler_epoch"])

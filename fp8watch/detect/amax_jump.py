@@ -1,0 +1,105 @@
+"""amax_jump: a tensor's amax leaps within one step.
+
+J = log2(amax) - median of its last 32 ordinary values. A weight moves by no more than an optimizer update a
+step, so a weight whose amax grows by more than 3 bits (8x) at once was not moved by the optimizer: a flipped
+bit, a bad load, a stray write. That is an act symptom in the step itself and while it lasts. Activations and
+gradients follow the batch; there a jump of 3 bits is a warning (an outlier) and no more.
+Source: detector default D3 (1 bit, 3 bits), precursor P2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fp8watch.detect.base import Sample, Symptom
+from fp8watch.detect.tensors import Rows, names_of, observed
+
+WINDOW = 32
+MIN_BASELINE = 8
+JUMP_LOG2 = 3.0
+"""Bits in one step that an optimizer update of ordinary size cannot make."""
+FORGET_AFTER = 64
+"""Steps after which a level that stays is the new ordinary one."""
+
+
+class AmaxJumpState(msgspec.Struct):
+    """Ordinary log2 amax a tensor, and since when it has been out of it."""
+
+    ordinary: Rows = msgspec.field(default_factory=Rows)
+    since: dict[str, int] = {}
+    jumped: list[str] = []
+    """Weights that jumped and have not come back."""
+
+
+class AmaxJump:
+    """Leaps of log2 amax against the tensor's own past."""
+
+    name = "amax_jump"
+
+    def start(self) -> AmaxJumpState:
+        """No baseline."""
+        return AmaxJumpState()
+
+    def rolled_back(self, state: AmaxJumpState, step: int) -> AmaxJumpState:
+        """Ordinary values stay true; what was out of them is undone."""
+        state.since, state.jumped = {}, []
+        return state
+
+    def update(self, state: AmaxJumpState, sample: Sample) -> tuple[AmaxJumpState, list[Symptom]]:
+        """Look at one step."""
+        column = observed(sample, "amax")
+        if column is None:
+            return state, []
+        names = names_of(sample)
+        state.ordinary.follow(names, WINDOW)
+        usable = column[1] & np.isfinite(column[0]) & (column[0] > 0)
+        value = np.log2(np.where(usable, column[0], 1.0))
+        median = state.ordinary.median()
+        has_past = state.ordinary.count() >= MIN_BASELINE
+        jump = np.where(usable & has_past, value - median, 0.0)
+        out = jump > JUMP_LOG2
+        is_weight = np.array([tensor.tensor == "weight" for tensor in sample.tensors], dtype=np.bool_)
+        before = state.ordinary.values[:, -1]
+        in_one_step = out & (np.nan_to_num(value - before) > JUMP_LOG2)
+        known = set(state.jumped)
+        for i in np.flatnonzero(out):
+            fresh = names[i] not in state.since
+            state.since.setdefault(names[i], sample.step)
+            if fresh and is_weight[i] and in_one_step[i]:
+                known.add(names[i])
+        outside = {names[i] for i in np.flatnonzero(out)}
+        state.since = {
+            name: step for name, step in state.since.items() if name in outside and sample.step - step < FORGET_AFTER
+        }
+        state.jumped = sorted(name for name in known if name in state.since)
+        ordinary = np.array([name not in state.since for name in names], dtype=np.bool_) & usable
+        rows = np.flatnonzero(ordinary)
+        state.ordinary.push(rows, value[rows])
+        weights = [i for i in range(len(names)) if names[i] in state.jumped]
+        others = [int(i) for i in np.flatnonzero(out) if not is_weight[i]]
+        hit = weights or others
+        if not hit:
+            return state, []
+        order = sorted(hit, key=lambda i: -float(jump[i]))
+        worst = order[0]
+        evidence: dict[str, Any] = {
+            "jump_log2": round(float(jump[worst]), 3),
+            "amax": float(column[0][worst]),
+            "ordinary_amax": float(2.0 ** median[worst]),
+            "kind": sample.tensors[worst].tensor,
+            "num_tensors": len(order),
+        }
+        return state, [
+            Symptom(
+                detector=self.name,
+                severity="act" if weights else "warn",
+                step=sample.step,
+                onset_step=min(state.since.get(names[i], sample.step) for i in order),
+                tensors=tuple(order),
+                rank=sample.rank_of_extreme.get("amax"),
+                evidence=evidence,
+            )
+        ]

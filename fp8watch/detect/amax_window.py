@@ -1,0 +1,129 @@
+"""Our own copy of every tensor's amax history, so that the scale there should be can be computed.
+
+Delayed scaling takes its scale from the last `history_len` updates with a non-zero amax. A window is
+*complete* when we have seen that many updates, or every update since the state was created. Entries carry
+their step, so that a rollback can take back exactly what it undid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class AmaxWindows(msgspec.Struct):
+    """Rings of amax, one a tensor; row i belongs to `names[i]`."""
+
+    names: list[str] = []
+    lengths: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """history_len of each tensor."""
+    amax: Array = msgspec.field(default_factory=lambda: np.zeros((0, 1), dtype=np.float32))
+    """[num_tensors, longest length]; slots that hold nothing are 0."""
+    steps: Array = msgspec.field(default_factory=lambda: np.zeros((0, 1), dtype=np.int64))
+    position: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Where the next entry goes."""
+    count: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Entries that hold something, at most `lengths`."""
+    from_start: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """True: the library's window holds nothing older than our oldest entry (we saw the run's first step)."""
+    peak: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """Largest finite entry of each tensor, 0 where there is none."""
+    infinite: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Infinite entries: each freezes a `max` scale until it leaves."""
+    nan: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """NaN entries: some kernels ignore them, others freeze."""
+
+    def remap(self, names: list[str], lengths: Array, *, from_start: bool) -> None:
+        """Follow a new layout: tensors are matched by name, the newest entries are kept, new ones start empty."""
+        size = int(lengths.max(initial=1))
+        old = {name: i for i, name in enumerate(self.names)}
+        before = AmaxWindows(
+            self.names, self.lengths, self.amax, self.steps, self.position, self.count, self.from_start
+        )
+        n = len(names)
+        self.names, self.lengths = list(names), lengths.astype(np.int64)
+        self.amax, self.steps = np.zeros((n, size), dtype=np.float32), np.zeros((n, size), dtype=np.int64)
+        self.position, self.count = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.from_start = np.full(n, from_start)
+        self.peak, self.infinite, self.nan = np.zeros(n, np.float32), np.zeros(n, np.int64), np.zeros(n, np.int64)
+        for i, name in enumerate(names):
+            if name not in old:
+                continue
+            values, steps = before.newest(old[name])
+            keep = min(len(values), int(lengths[i]))
+            self._write(i, values[len(values) - keep :], steps[len(steps) - keep :])
+            # A longer window than before may hold entries that we no longer have.
+            self.from_start[i] = before.from_start[old[name]] and len(values) == keep
+
+    def newest(self, row: int) -> tuple[Array, Array]:
+        """Amax and steps of one tensor, oldest first."""
+        count, length = int(self.count[row]), int(self.lengths[row])
+        order = (int(self.position[row]) - count + np.arange(count)) % length
+        return self.amax[row, order], self.steps[row, order]
+
+    def push(self, rows: Array, amax: Array, step: int) -> None:
+        """Enter one update of the tensors `rows` (indices)."""
+        at = self.position[rows]
+        leaving = self.amax[rows, at]
+        full = self.count[rows] == self.lengths[rows]
+        # Once something falls out, completeness no longer rests on having seen the beginning.
+        self.from_start[rows[full]] = False
+        self.amax[rows, at], self.steps[rows, at] = amax, step
+        self.position[rows] = (at + 1) % self.lengths[rows]
+        self.count[rows] = np.minimum(self.count[rows] + 1, self.lengths[rows])
+        finite = np.where(np.isfinite(amax), amax, 0.0)
+        self.peak[rows] = np.maximum(self.peak[rows], finite)
+        # Only where the largest entry left, or something not finite did, is the whole ring looked at.
+        stale = full & ((leaving >= self.peak[rows]) | ~np.isfinite(leaving))
+        self.infinite[rows] += np.isinf(amax)
+        self.nan[rows] += np.isnan(amax)
+        self._refresh(rows[stale])
+
+    def is_complete(self) -> Array:
+        """[num_tensors] True where everything in the library's window is also in ours."""
+        complete: Array = (self.from_start | (self.count == self.lengths)) & (self.count > 0)
+        return complete
+
+    def latest(self) -> Array:
+        """[num_tensors] newest entry, 0 where there is none; may be non-finite."""
+        if not self.names:
+            return np.zeros(0, dtype=np.float32)
+        last = self.amax[np.arange(len(self.names)), (self.position - 1) % self.lengths]
+        return np.where(self.count > 0, last, np.float32(0))
+
+    def shorten(self, row: int, keep: int) -> None:
+        """Keep only the newest `keep` entries of a tensor, the library's window having been purged."""
+        values, steps = self.newest(row)
+        self._write(row, values[len(values) - keep :], steps[len(steps) - keep :])
+        self.from_start[row] = True
+
+    def forget(self, rows: Array) -> None:
+        """Begin anew with an unknown past."""
+        self.amax[rows] = 0.0
+        self.count[rows], self.position[rows], self.from_start[rows] = 0, 0, False
+        self.peak[rows], self.infinite[rows], self.nan[rows] = 0.0, 0, 0
+
+    def cut(self, step: int) -> None:
+        """A rollback to `step`: drop later entries. What had fallen out of our ring before stays unknown."""
+        for row in range(len(self.names)):
+            values, steps = self.newest(row)
+            keep = int((steps <= step).sum())
+            if keep < len(values):
+                self._write(row, values[:keep], steps[:keep])
+
+    def _write(self, row: int, values: Array, steps: Array) -> None:
+        keep = len(values)
+        values, steps = values.copy(), steps.copy()
+        self.amax[row] = 0.0
+        self.amax[row, :keep], self.steps[row, :keep] = values, steps
+        self.count[row], self.position[row] = keep, keep % int(self.lengths[row])
+        self._refresh(np.asarray([row]))
+
+    def _refresh(self, rows: Array) -> None:
+        held = self.amax[rows]
+        self.infinite[rows], self.nan[rows] = np.isinf(held).sum(axis=1), np.isnan(held).sum(axis=1)
+        self.peak[rows] = np.where(np.isfinite(held), held, 0.0).max(axis=1, initial=0.0)

@@ -1,0 +1,95 @@
+"""grad_spike: the gradient norm (before clipping) leaves its own recent range, stays out, or does so again and again.
+
+Log values against a robust baseline (`fp8watch.detect.spike`), noise floor 10 %. Single bursts are everyday life
+and clipping deals with them: a warning. To act takes 5 hot points in a run that reach e^1.6 = 5x, one point
+1000x above (a gradient that is about to become infinite), or bursts that come again and again: three of 5x or
+more within 64 points that together rise by 5 powers of ten.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from fp8watch.detect.base import Sample, Symptom
+from fp8watch.detect.spike import SpikeRule, SpikeState, cut, judge
+
+RULE = SpikeRule(
+    floor=0.1,
+    warn_sigma=6.0,
+    act_sigma=8.0,
+    act_points=5,
+    act_rise=1.6,
+    sparse_stride=2**62,
+    at_once_rise=math.log(1000),
+)
+BURST_RISE = 1.6
+"""Rise in log x that makes a burst (5x)."""
+BURSTS = 3
+BURST_DECADES = 5.0
+"""Powers of ten that the bursts of the window rise above the centre, together."""
+BURST_WINDOW = 64
+"""Points."""
+
+
+class GradSpikeState(msgspec.Struct):
+    """The spike rule's state, and when bursts began."""
+
+    spike: SpikeState = msgspec.field(default_factory=SpikeState)
+    points: int = 0
+    bursts: list[tuple[int, int, float]] = []
+    """(point number, step, decades above the centre) of the first point of each burst within the window."""
+    is_in_burst: bool = False
+
+
+class GradSpike:
+    """Gradient norm far above its baseline."""
+
+    name = "grad_spike"
+
+    def start(self) -> GradSpikeState:
+        """No baseline."""
+        return GradSpikeState()
+
+    def rolled_back(self, state: GradSpikeState, step: int) -> GradSpikeState:
+        """Points after `step` are forgotten; bursts that happened before it did happen."""
+        state.bursts = [burst for burst in state.bursts if burst[1] <= step]
+        state.is_in_burst = False
+        cut(state.spike, step)
+        return state
+
+    def update(self, state: GradSpikeState, sample: Sample) -> tuple[GradSpikeState, list[Symptom]]:
+        """Look at one step."""
+        norm = sample.scalars.get("grad_norm")
+        if norm is None or not math.isfinite(norm) or norm <= 0:
+            return state, []
+        state.points += 1
+        judged = judge(state.spike, RULE, sample.step, math.log(norm))
+        is_burst = judged.rise > BURST_RISE and judged.z > RULE.act_sigma
+        if is_burst and not state.is_in_burst:
+            state.bursts.append((state.points, sample.step, judged.rise / math.log(10)))
+        state.is_in_burst = is_burst
+        state.bursts = [burst for burst in state.bursts if state.points - burst[0] < BURST_WINDOW]
+        decades = sum(burst[2] for burst in state.bursts)
+        recurs = is_burst and len(state.bursts) >= BURSTS and decades >= BURST_DECADES
+        if judged.severity is None and not recurs:
+            return state, []
+        is_act = judged.severity == "act" or recurs
+        return state, [
+            Symptom(
+                detector=self.name,
+                severity="act" if is_act else "warn",
+                step=sample.step,
+                onset_step=state.bursts[0][1] if recurs else judged.onset_step,
+                rank=sample.rank_of_extreme.get("grad_norm") if sample.num_ranks > 1 else None,
+                evidence={
+                    "grad_norm": norm,
+                    "ordinary_grad_norm": math.exp(state.spike.baseline.centre),
+                    "z": round(judged.z, 2),
+                    "num_hot": judged.num_hot,
+                    "bursts": len(state.bursts),
+                    "is_recurring": recurs,
+                },
+            )
+        ]

@@ -1,0 +1,102 @@
+"""nonfinite: something that must be a number is not.
+
+Looks at the raw loss, the gradient norm, every amax and scale, the parameter sample and the sampled counts of
+non-finite elements. Needs no baseline and no warm-up: it fires in the step itself, also in the first
+(the run may be bad before training began). NaN leaves no trace in an amax (kernels take fmax), so a finite
+amax is no proof of finite data: that is why loss, norm and counts are looked at too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fp8watch.detect.base import Sample, Symptom
+
+SCALARS = ("loss", "grad_norm", "update_rms", "loss_scale")
+COLUMNS = ("amax", "scale")
+
+
+class NonfiniteState(msgspec.Struct):
+    """When the present stretch of non-finite steps began (None: the last step was finite)."""
+
+    onset_step: int | None = None
+
+
+class Nonfinite:
+    """Any non-finite observation is an act symptom at once."""
+
+    name = "nonfinite"
+
+    def start(self) -> NonfiniteState:
+        """No stretch under way."""
+        return NonfiniteState()
+
+    def update(self, state: NonfiniteState, sample: Sample) -> tuple[NonfiniteState, list[Symptom]]:
+        """Look at one step."""
+        quantities: list[str] = []
+        values: dict[str, str] = {}
+        for name in SCALARS:
+            value = sample.scalars.get(name)
+            if value is not None and not math.isfinite(value):
+                quantities.append(name)
+                values[name] = str(value)
+        if sample.scalars.get("param_nonfinite", 0.0) > 0:
+            quantities.append("parameters")
+        hit = np.zeros(len(sample.tensors), dtype=np.bool_)
+        counts: dict[str, int] = {}
+        for name in COLUMNS:
+            bad = _observed(sample, name, lambda column: ~np.isfinite(column))
+            if bad is not None and bad.any():
+                quantities.append(name)
+                hit |= bad
+        bad = _observed(sample, "nonfinite", lambda column: column > 0)
+        if bad is not None and bad.any():
+            quantities.append("elements")
+            hit |= bad
+            for index in np.flatnonzero(bad)[:8]:
+                counts[sample.tensors[int(index)].name] = int(sample.values["nonfinite"][index])
+        if not quantities:
+            return NonfiniteState(), []
+        onset = sample.step if state.onset_step is None else state.onset_step
+        evidence: dict[str, Any] = {"quantities": quantities, "values": values, "is_first_step": sample.step <= 1}
+        if counts:
+            evidence["nonfinite_elements"] = counts
+        if "scale" in quantities:
+            # An infinite scale comes from a vanishing amax (fp8_max / amax overflows): say so, it is no overflow.
+            evidence["nonfinite_scale"] = [sample.tensors[int(i)].name for i in np.flatnonzero(hit)[:8]]
+        symptom = Symptom(
+            detector=self.name,
+            severity="act",
+            step=sample.step,
+            onset_step=onset,
+            tensors=tuple(int(i) for i in _in_order(sample, hit)),
+            rank=_rank(sample, quantities),
+            evidence=evidence,
+        )
+        return NonfiniteState(onset_step=onset), [symptom]
+
+
+def _observed(sample: Sample, name: str, test: Any) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    column = sample.values.get(name)
+    if column is None:
+        return None
+    valid = sample.valid.get(name)
+    found: np.ndarray[Any, np.dtype[np.bool_]] = test(column)
+    return found if valid is None else found & valid
+
+
+def _in_order(sample: Sample, hit: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int]:
+    """Forward tensors first: a gradient is non-finite because something before it was."""
+    indices = [int(i) for i in np.flatnonzero(hit)]
+    return sorted(indices, key=lambda i: (sample.tensors[i].tensor.startswith("grad"), i))
+
+
+def _rank(sample: Sample, quantities: list[str]) -> int | None:
+    for name in quantities:
+        if name in sample.rank_of_extreme:
+            return sample.rank_of_extreme[name]
+    return None

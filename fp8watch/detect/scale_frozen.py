@@ -1,0 +1,218 @@
+"""scale_frozen: the scale in use is not the one that the amax history demands.
+
+Delayed scaling sets `scale = fp8_max / 2^margin / amax`, with amax the largest (`max`) or the newest
+(`most_recent`) entry of a window of `history_len` updates; an update whose amax is 0 does not count. The scale
+that step t uses must follow from the window through t-1, which we keep ourselves: a constant scale alone
+means nothing (a long `max` window keeps it unchanged for hundreds of healthy steps), a scale that the window
+does not demand is a fault.
+
+What is claimed is only what is certain:
+- a scale LARGER than the known part of the window allows is a fault, whatever else the window holds;
+- a SMALLER one is a fault when the whole window is known, or beyond `IMPLAUSIBLE_LOG2` (no amax of a run's
+  own past is that much larger, and the format has no room left);
+- with several micro-batches a step the window is known by bounds, and so is the scale;
+- an infinite entry freezes a `max` scale until it leaves (fmaxf takes it, the update is skipped); a NaN is
+  ignored by some kernels and freezes others, so there the scale itself is the witness.
+Source: transformer-engine's delayed_scaling.cu and _update_amax_history; thresholds: detector default D1 with
+the correction "frozen is not constant".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fp8watch.detect.amax_window import AmaxWindows, Array
+from fp8watch.detect.base import Sample, Symptom
+from fp8watch.formats import FORMATS
+
+TOLERANCE = 0.01
+"""Relative deviation that rounding and a float32 division cannot explain (they make 1e-6)."""
+PERSISTENCE = 2
+"""Updates in a row, with a non-zero amax, that must deviate."""
+IMPLAUSIBLE_LOG2 = 16.0
+"""Powers of two below what the known window demands that no unseen older entry can explain."""
+PURGE_TOLERANCE = 1e-3
+"""How closely a changed scale must meet the demand of a shorter window to be taken for a purge."""
+
+
+class ScaleFrozenState(msgspec.Struct):
+    """Windows and, for every tensor in the order of `windows.names`, how long it has deviated."""
+
+    windows: AmaxWindows = msgspec.field(default_factory=AmaxWindows)
+    deviating: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    onset: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    last_scale: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    last_amax: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    unchanged: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Steps for which the scale has been bit-identical."""
+    was_high_precision: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    lengths: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+class ScaleFrozen:
+    """Compares every scale with the demand of our own amax window."""
+
+    name = "scale_frozen"
+
+    def start(self) -> ScaleFrozenState:
+        """Nothing known yet."""
+        return ScaleFrozenState()
+
+    def rolled_back(self, state: ScaleFrozenState, step: int) -> ScaleFrozenState:
+        """Windows as they were after `step`; deviations are counted anew."""
+        state.windows.cut(step)
+        state.deviating[:] = 0
+        state.unchanged[:] = 0
+        return state
+
+    def update(self, state: ScaleFrozenState, sample: Sample) -> tuple[ScaleFrozenState, list[Symptom]]:
+        """Judge the step's scales by the window through the step before, then enter its amax."""
+        if "amax" not in sample.values or "scale" not in sample.values:
+            return state, []
+        self._follow_layout(state, sample)
+        amax, scale = sample.values["amax"], sample.values["scale"]
+        seen = _valid(sample, "amax") & _valid(sample, "scale")
+        delayed = np.array([column.recipe == "delayed" for column in sample.tensors], dtype=np.bool_)
+        high = sample.values.get("high_precision", np.zeros(len(amax), np.uint8)).astype(np.bool_)
+        returning = state.was_high_precision & ~high
+        if high.any() or returning.any():
+            # In high precision no cast feeds the window; on return the scale comes from a shadow amax.
+            state.windows.forget(np.flatnonzero(high | returning))
+        state.was_high_precision = high
+        judged = seen & delayed & ~high & ~returning & np.isfinite(scale) & (scale > 0)
+        low, high_bound = self._demand(state, sample)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            deviation = np.where(scale > high_bound, np.log2(scale / high_bound), 0.0)
+            deviation = np.where(scale < low, np.log2(scale / low), deviation)
+        changed = scale != state.last_scale
+        limit = np.log2(1 + TOLERANCE)
+        off = judged & (np.abs(deviation) > limit)
+        for row in np.flatnonzero(off & changed & (deviation > 0)):
+            if self._is_purge(state, sample, int(row), float(scale[row])):
+                off[row] = False
+        poisoned = judged & self._is_max(sample) & (state.windows.infinite > 0) & (state.lengths > 1) & ~changed
+        moving = seen & (amax != 0)
+        state.onset = np.where((off | poisoned) & (state.deviating == 0), sample.step, state.onset)
+        state.deviating = np.where(off | poisoned, state.deviating + moving, 0)
+        state.unchanged = np.where(changed, 0, state.unchanged + 1)
+        state.last_scale = np.where(seen, scale, state.last_scale).astype(np.float32)
+        self._enter(state, sample, seen & delayed & ~high)
+        return state, self._report(state, sample, deviation, poisoned, (low, high_bound))
+
+    def _follow_layout(self, state: ScaleFrozenState, sample: Sample) -> None:
+        names = [column.name for column in sample.tensors]
+        lengths = np.array([max(1, column.history_len) for column in sample.tensors], dtype=np.int64)
+        if names == state.windows.names and np.array_equal(lengths, state.lengths):
+            return
+        old = {name: i for i, name in enumerate(state.windows.names)}
+        state.windows.remap(names, lengths, from_start=sample.step == 1 and sample.attempt == 0)
+        rows = np.array([old.get(name, -1) for name in names], dtype=np.int64)
+
+        def carried(values: Array, fill: Any) -> Array:
+            kept = np.full(len(names), fill, dtype=values.dtype)
+            kept[rows >= 0] = values[rows[rows >= 0]]
+            return kept
+
+        state.deviating, state.onset = carried(state.deviating, 0), carried(state.onset, 0)
+        state.last_scale, state.unchanged = carried(state.last_scale, np.nan), carried(state.unchanged, 0)
+        state.was_high_precision = carried(state.was_high_precision, False)
+        state.lengths = lengths
+
+    def _is_max(self, sample: Sample) -> Array:
+        return np.array([column.amax_compute_algo == "max" for column in sample.tensors], dtype=np.bool_)
+
+    def _demand(self, state: ScaleFrozenState, sample: Sample) -> tuple[Array, Array]:
+        """[num_tensors] smallest and largest scale that the step may rightly use; 0 and inf where unknown."""
+        windows = state.windows
+        top = np.array([FORMATS[c.fp8_format].max * 2.0**-c.margin for c in sample.tensors], dtype=np.float64)
+        is_max = self._is_max(sample)
+        latest = windows.latest().astype(np.float64)
+        largest = np.where(is_max, windows.peak.astype(np.float64), np.where(np.isfinite(latest), latest, 0.0))
+        complete = np.where(is_max, windows.is_complete(), windows.count > 0)
+        # most_recent keeps the old scale when the newest amax is not finite; a NaN in a window may do either.
+        known = (windows.count > 0) & (largest > 0) & np.where(is_max, windows.infinite == 0, np.isfinite(latest))
+        updates = np.array(
+            [sample.updates_backward if c.tensor.startswith("grad") else sample.updates_forward for c in sample.tensors]
+        )
+        upper_amax, lower_amax = largest.copy(), largest.copy()
+        several = updates > 1
+        if several.any():
+            # The step's earlier micro-batches are in the window too; each is at most the step's amax.
+            current = np.where(np.isfinite(sample.values["amax"]), sample.values["amax"], np.inf)
+            upper_amax = np.where(several, np.maximum(upper_amax, current), upper_amax)
+            # A window too short to reach back through all micro-batches may hold any part of the step.
+            reaches = state.lengths >= 2 * updates
+            lower_amax = np.where(several & (~is_max | ~reaches), 0.0, lower_amax)
+            lower_amax = np.where(several & is_max & reaches, np.where(np.isfinite(latest), latest, 0.0), lower_amax)
+        with np.errstate(divide="ignore"):
+            largest_scale = np.where(known & (lower_amax > 0), top / lower_amax, np.inf)
+            smallest_scale = np.where(known & (upper_amax > 0), top / upper_amax, 0.0)
+        # The quotient may overflow float32; the library clamps it to the largest float.
+        largest_scale = np.where(largest_scale > np.finfo(np.float32).max, np.inf, largest_scale)
+        smallest_scale = np.minimum(smallest_scale, np.finfo(np.float32).max)
+        return np.where(complete, smallest_scale, smallest_scale * 2.0**-IMPLAUSIBLE_LOG2), largest_scale
+
+    def _is_purge(self, state: ScaleFrozenState, sample: Sample, row: int, scale: float) -> bool:
+        """A scale that has just changed to what a shorter window demands: someone purged it; follow suit."""
+        column = sample.tensors[row]
+        values, _ = state.windows.newest(row)
+        wanted = FORMATS[column.fp8_format].max * 2.0**-column.margin / scale
+        suffix = np.maximum.accumulate(np.where(np.isfinite(values), values, 0.0)[::-1])
+        fits = np.flatnonzero(np.abs(suffix / wanted - 1.0) < PURGE_TOLERANCE)
+        if not len(fits):
+            return False
+        state.windows.shorten(row, int(fits[-1]) + 1)
+        return True
+
+    def _enter(self, state: ScaleFrozenState, sample: Sample, mask: Array) -> None:
+        amax = sample.values["amax"]
+        rows = np.flatnonzero(mask & (amax != 0))
+        if len(rows):
+            state.windows.push(rows, amax[rows], sample.step)
+
+    def _report(
+        self, state: ScaleFrozenState, sample: Sample, deviation: Array, poisoned: Array, demand: tuple[Array, Array]
+    ) -> list[Symptom]:
+        hit = np.flatnonzero(state.deviating >= PERSISTENCE)
+        if not len(hit):
+            return []
+        order = sorted((int(i) for i in hit), key=lambda i: -abs(float(deviation[i])))
+        worst = order[0]
+        scale, amax = float(sample.values["scale"][worst]), float(sample.values["amax"][worst])
+        expected = demand[1][worst] if deviation[worst] > 0 else demand[0][worst]
+        evidence: dict[str, Any] = {
+            "scale": scale,
+            "amax": amax,
+            "demanded_scale": float(expected) if np.isfinite(expected) else None,
+            "deviation_log2": round(float(deviation[worst]), 3),
+            "num_tensors": len(order),
+            "directions": sorted(
+                {"backward" if sample.tensors[i].tensor.startswith("grad") else "forward" for i in order}
+            ),
+            "unchanged_steps": int(state.unchanged[worst]),
+            "poisoned": [sample.tensors[i].name for i in order if poisoned[i]][:8],
+        }
+        ratio = 2.0 ** float(deviation[worst])
+        for fmt in FORMATS.values():
+            own = FORMATS[sample.tensors[worst].fp8_format]
+            if fmt is not own and abs(ratio * own.max / fmt.max - 1) < 0.02:
+                evidence["format_mismatch"] = fmt.name
+        return [
+            Symptom(
+                detector=self.name,
+                severity="act",
+                step=sample.step,
+                onset_step=int(state.onset[hit].min()),
+                tensors=tuple(order),
+                rank=sample.rank_of_extreme.get("scale"),
+                evidence=evidence,
+            )
+        ]
+
+
+def _valid(sample: Sample, name: str) -> Array:
+    valid = sample.valid.get(name)
+    return np.ones(len(sample.tensors), dtype=np.bool_) if valid is None else valid

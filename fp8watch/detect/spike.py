@@ -1,0 +1,149 @@
+"""The rule that loss and gradient norm share: points far above their own robust baseline, on log values.
+
+z = (log x - centre) / max(noise, floor). A point above `HOT` sigma is hot and is kept out of the baseline. A run
+of hot points is judged by its length and height (`SpikeRule`). A level that stays hot becomes the new baseline
+after `REBASE_AFTER` points, so that a run that settles elsewhere is watched again; until then the incident
+stays open.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from fp8watch.detect.baseline import Baseline
+
+HOT = 4.0
+"""Sigma above which a point is no ordinary one."""
+MIN_POINTS = 24
+"""Accepted points before anything is judged."""
+REBASE_AFTER = 256
+"""Hot points in a row after which the level is accepted."""
+HEARD_POINTS = 2
+"""Points of a hot run that count as noise the run may have: the rest of a long one is an event, not noise."""
+COLD_POINTS = 5
+"""Ordinary points in a row that end a hot run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpikeRule:
+    """What makes a hot run a warning or a case to act."""
+
+    floor: float
+    """Smallest noise believed, in units of log x: 0.015 is 1.5 % of the value."""
+    warn_sigma: float
+    act_sigma: float
+    act_points: int
+    """Hot points the run must have to act: an outlier that heals at once does not get there."""
+    act_rise: float
+    """Rise in log x that must be exceeded as well."""
+    sparse_stride: int = 25
+    """Steps between points from which on a single point stands for a stretch of training."""
+    sparse_rise: float = 0.25
+    """Relative rise at which one such point is enough."""
+    is_linear: bool = False
+    """Values are as logged, not their logarithms; the floor is then relative to the centre."""
+    at_once_rise: float = math.inf
+    """Rise in log x that acts in the point itself."""
+
+
+class SpikeState(msgspec.Struct):
+    """Baseline and the hot run under way."""
+
+    baseline: Baseline = msgspec.field(default_factory=Baseline)
+    stride: int = 1
+    last_step: int | None = None
+    run_steps: list[int] = []
+    run_values: list[float] = []
+    cold: int = 0
+    is_act: bool = False
+    suspects: int = 0
+    """Points in a row just below `HOT` before the present one: the foot of a slow rise."""
+    foot: list[int] = []
+    """Their steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One point against the baseline."""
+
+    z: float
+    rise: float
+    """log x - centre."""
+    severity: str | None
+    onset_step: int
+    num_hot: int
+
+
+def judge(state: SpikeState, rule: SpikeRule, step: int, value: float) -> Judged:
+    """Take one finite log value in; the state is updated in place."""
+    if state.last_step is not None and step > state.last_step:
+        state.stride = step - state.last_step
+    state.last_step = step
+    baseline = state.baseline
+    if len(baseline) < MIN_POINTS or not math.isfinite(baseline.noise):
+        if len(baseline) >= MIN_POINTS // 3:
+            baseline.hear(value - baseline.centre)
+        baseline.accept(step, value)
+        return Judged(z=0.0, rise=0.0, severity=None, onset_step=step, num_hot=0)
+    floor = rule.floor * abs(baseline.centre) if rule.is_linear else rule.floor
+    sigma = max(baseline.noise, baseline.tail_noise(), floor, 1e-12)
+    rise = value - baseline.centre
+    z = rise / sigma
+    if len(state.run_steps) < HEARD_POINTS or z <= HOT:
+        baseline.hear(rise)
+    if z <= HOT:
+        return _ordinary(state, step, value, z, rise)
+    state.cold = 0
+    state.run_steps.append(step)
+    state.run_values.append(value)
+    if len(state.run_steps) >= REBASE_AFTER:
+        return _rebase(state, z, rise)
+    onset = min(state.foot[0], state.run_steps[0]) if state.foot else state.run_steps[0]
+    relative = rise / max(abs(baseline.centre), 1e-12) if rule.is_linear else math.expm1(min(rise, 700.0))
+    severity = _severity(state, rule, z, rise, relative)
+    return Judged(z=z, rise=rise, severity=severity, onset_step=onset, num_hot=len(state.run_steps))
+
+
+def _severity(state: SpikeState, rule: SpikeRule, z: float, rise: float, relative: float) -> str | None:
+    sigma = rise / z
+    peak = max(value - state.baseline.centre for value in state.run_values)
+    is_high = peak > rule.act_sigma * sigma and peak > rule.act_rise
+    is_long = len(state.run_values) >= rule.act_points
+    is_sparse = state.stride >= rule.sparse_stride and relative > rule.sparse_rise
+    if state.is_act or (is_high and (is_long or is_sparse)) or (z > rule.act_sigma and rise > rule.at_once_rise):
+        state.is_act = True
+        return "act"
+    return "warn" if peak > rule.warn_sigma * sigma and peak > rule.act_rise / 2 else None
+
+
+def _ordinary(state: SpikeState, step: int, value: float, z: float, rise: float) -> Judged:
+    if z > HOT / 2:
+        state.foot.append(step)
+    elif not state.run_steps:
+        state.foot = []
+    if state.run_steps:
+        state.cold += 1
+        if state.cold >= COLD_POINTS:
+            state.run_steps, state.run_values, state.cold, state.is_act, state.foot = [], [], 0, False, []
+    state.baseline.accept(step, value)
+    return Judged(z=z, rise=rise, severity=None, onset_step=step, num_hot=len(state.run_steps))
+
+
+def _rebase(state: SpikeState, z: float, rise: float) -> Judged:
+    fresh = Baseline()
+    for step, value in zip(state.run_steps[-64:], state.run_values[-64:], strict=True):
+        fresh.accept(step, value)
+    onset = state.run_steps[0]
+    state.baseline, state.run_steps, state.run_values, state.is_act, state.foot = fresh, [], [], False, []
+    return Judged(z=z, rise=rise, severity=None, onset_step=onset, num_hot=0)
+
+
+def cut(state: SpikeState, step: int) -> SpikeState:
+    """A rollback to `step`: the baseline as it was then, and no run under way."""
+    state.baseline.cut(step)
+    state.run_steps, state.run_values, state.cold, state.is_act, state.foot = [], [], 0, False, []
+    state.last_step = None
+    return state

@@ -1,0 +1,115 @@
+"""The journal of commands: what a rank began and finished, outside checkpoints, synced before anything is changed.
+
+One JSON object a line in `runs/<run>/journal-<rank>.jsonl`. A command begun and not finished when the process
+died is reported as unknown and never tried again; a restored checkpoint does not make an old command new. The
+same file keeps the attempt number, so that a restarted run never repeats (run, attempt, rank, step).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8watch.records import Command, Verb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """A command that an earlier process began."""
+
+    id: str
+    verb: Verb
+    step: int
+
+
+class Journal:
+    """Append-only memory of one rank. Reading an absent file is an empty journal; `unavailable` says what is wrong."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f"journal-{rank}.jsonl"
+        self.unavailable: str | None = None
+        """Why nothing can be written; None: it can. Nothing is applied without it."""
+        self.term = 0
+        self.sequence = 0
+        self.last_attempt = -1
+        self._done: set[tuple[str, str]] = set()
+        self._begun: dict[tuple[str, str], Unfinished] = {}
+        self._is_cut_short = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._read()
+            with open(self.path, "ab") as file:
+                if self._is_cut_short:
+                    file.write(b"\n")
+        except OSError as error:
+            self.unavailable = f"journal {self.path} cannot be written: {error.strerror or error}"
+
+    def _read(self) -> None:
+        if not self.path.exists():
+            return
+        data = self.path.read_bytes()
+        self._is_cut_short = bool(data) and not data.endswith(b"\n")
+        for line in data.splitlines():
+            try:
+                entry = json.loads(line)
+                self._take(entry)
+            except (ValueError, KeyError, TypeError):
+                continue  # a line cut short by a crash: what it would have said was never acted upon
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if entry["event"] == "attempt":
+            self.last_attempt = max(self.last_attempt, int(entry["attempt"]))
+            return
+        key = (str(entry["id"]), str(entry["verb"]))
+        if entry["event"] == "begin":
+            self._begun[key] = Unfinished(id=entry["id"], verb=entry["verb"], step=int(entry["step"]))
+            self._advance(int(entry["term"]), int(entry["sequence"]))
+        else:
+            self._begun.pop(key, None)
+            self._done.add(key)
+
+    def _advance(self, term: int, sequence: int) -> None:
+        self.term, self.sequence = max((self.term, self.sequence), (term, sequence))
+
+    @property
+    def unfinished(self) -> list[Unfinished]:
+        """Commands begun and never finished."""
+        return list(self._begun.values())
+
+    def knows(self, command: Command) -> bool:
+        """Whether this verb of this command was begun before."""
+        key = (command.id, command.verb)
+        return key in self._done or key in self._begun
+
+    def attempt(self, attempt: int) -> None:
+        """Note that an attempt starts. Raises `OSError`."""
+        self.last_attempt = max(self.last_attempt, attempt)
+        self._write({"event": "attempt", "attempt": attempt})
+
+    def begin(self, command: Command, step: int) -> None:
+        """Note a command before it is carried out; durable on return. Raises `OSError`."""
+        entry = {
+            "event": "begin", "id": command.id, "verb": command.verb, "action": command.action,
+            "term": command.term, "sequence": command.sequence, "step": step,
+        }  # fmt: skip
+        self._write(entry)
+        self._take(entry)
+
+    def finish(self, command: Command, status: str) -> None:
+        """Note what became of it. Raises `OSError`."""
+        entry = {"event": "end", "id": command.id, "verb": command.verb, "status": status}
+        self._take(entry)
+        self._write(entry)
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        data = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        # Opened anew each time: a descriptor kept open would be inherited by data-loader workers.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,271 @@
+"""What one optimizer step was like: gathered around `optimizer.step` and at the boundary, handed to the ring.
+
+Everything runs on the training thread, is kept away from training by the guard, and waits for no device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8watch.actions.clip_control import ClipControl
+from fp8watch.actions.lr_control import LrControl
+from fp8watch.actions.skip_guard import SkipGuard
+from fp8watch.capture import frames, gradients
+from fp8watch.capture.frames import LayoutBook, StepNote
+from fp8watch.capture.ring import Ring
+from fp8watch.capture.scalars import NotAScalar, Scalar, StepScalars
+from fp8watch.capture.source import Reading, Source
+from fp8watch.capture.update_size import UpdateSize
+from fp8watch.guard import Guard
+from fp8watch.records import Layout, StepFrame
+
+BYTES_A_TENSOR = 64
+"""All columns of one tensor with their validity, rounded up: five f4, four u8, one u1, ten flags."""
+
+
+class Recorder:
+    """Watches one model and optimizer; a `fp8watch.stepping.StepObserver`."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        rank: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any,
+        lr: LrControl,
+        clip: ClipControl,
+        skip: SkipGuard,
+        sources: list[Source],
+        unseen: list[str],
+        guard: Guard,
+        note: Callable[[str], None],
+        may_act: Callable[[], bool],
+        statistics_every: int | None,
+    ) -> None:
+        self._run, self._rank = run, rank
+        self._optimizer, self._scaler = optimizer, scaler
+        self._lr, self._clip, self._skip = lr, clip, skip
+        self._source = sources[0] if sources else None
+        self._static_unseen = unseen
+        self._guard, self._note, self._may_act = guard, note, may_act
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._every = statistics_every or (1 if device.type == "cpu" else 10)
+        self._update_size = UpdateSize(model.parameters())
+        self.scalars = StepScalars()
+        self.layouts = LayoutBook(run, rank)
+        self._reasons: dict[str, str] = {}
+        self.refresh_layout(0)
+        slot_bytes = 4096 + BYTES_A_TENSOR * len(self.layouts.current.columns)
+        self._ring: Ring[StepNote] = Ring(device, slot_bytes=slot_bytes)
+        self._own_seconds = 0.0
+        self._was_updated = False
+        self._is_entered = False
+        self._norm_is_scaled = False
+        self._last_boundary: float | None = None
+        self.begin(1)
+
+    # Around optimizer.step
+
+    def before_update(self, *, has_closure: bool) -> bool:
+        """See `StepObserver`. Clips where a remedy asks for it and the loop does not, then decides about a skip."""
+        started = time.perf_counter()
+        self._was_updated = True
+        guard = self._guard
+        is_skipped = False
+        if not has_closure:
+            guard.call("clip", self._clip.before_step)
+            if self._may_act():
+                is_skipped = bool(guard.call("skip_update", self._skip.before_step))
+            guard.call("grad_norm", self._take_norm)
+        elif self._skip.is_armed:
+            self.not_observed("skip_update", "optimizer.step is given a closure, which makes the gradients inside it")
+        if is_skipped:
+            guard.call("skip_update end", self._skip.after_step)
+        else:
+            guard.call("update_rms begin", self._update_size.before)
+        self._own_seconds += time.perf_counter() - started
+        return is_skipped
+
+    def enter_update(self) -> None:
+        """See `StepObserver`: the LR factor goes in."""
+        self._is_entered = True
+        if "learning_rate end" not in self._guard.disabled:  # what cannot be taken back is not put in
+            self._guard.call("learning_rate", self._lr.enter)
+
+    def leave_update(self) -> None:
+        """See `StepObserver`: the user's own LR objects come back, and the optimizer is left as it was."""
+        self._guard.call("learning_rate end", self._lr.leave)
+        self._guard.call("update_skipped", self._take_skipped)
+        self._guard.call("skip_update end", self._skip.after_step)
+
+    def after_update(self, *, has_closure: bool) -> None:
+        """See `StepObserver`."""
+        started = time.perf_counter()
+        for name, value in (self._guard.call("update_rms", self._update_size.after) or {}).items():
+            self.scalars.put(name, value)
+        if has_closure:
+            self._guard.call("grad_norm", self._take_norm)
+        self._own_seconds += time.perf_counter() - started
+
+    def note_clip(self) -> None:
+        """The loop is about to clip: are its gradients unscaled?"""
+        self._norm_is_scaled = bool(
+            self._guard.call("grad_norm scale", gradients.is_scaled, self._optimizer, self._scaler)
+        )
+
+    def _take_norm(self) -> None:
+        if self._clip.current is not None:
+            return  # taken when the loop clipped
+        if gradients.is_scaled(self._optimizer, self._scaler):
+            self.not_observed("grad_norm", gradients.SCALED)
+            return
+        found = gradients.total_norm(self._optimizer)
+        if isinstance(found, str):
+            self.not_observed("grad_norm", found)
+        else:
+            self.scalars.put("grad_norm", found)
+
+    def _take_skipped(self) -> None:
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if isinstance(found_inf, torch.Tensor):
+            self.scalars.put("update_skipped", (found_inf > 0).to(torch.float32).reshape(()))
+
+    # At the boundary
+
+    def begin(self, step: int) -> None:
+        """A new step starts."""
+        if self._source is not None:
+            is_sampled = (step - 1) % self._every == 0
+            self._guard.call(f"{self._source.name} begin", self._source.begin, with_statistics=is_sampled)
+
+    def micro_loss(self, loss: Any) -> None:
+        """One micro-batch's loss."""
+        try:
+            self.scalars.micro_loss(loss)
+        except NotAScalar as error:
+            self.not_observed("loss", str(error))
+
+    def finish(self, loss: Any, *, step: int, attempt: int, tokens: float | None, samples: float | None) -> None:
+        """The step is over: take its numbers and start their copy to the host."""
+        started = time.perf_counter()
+        updates = max(1, self.scalars.num_micro_batches)
+        try:
+            self.scalars.loss(loss)
+        except NotAScalar as error:
+            self.not_observed("loss", str(error))
+        if not self.scalars.has("loss") and loss is None:
+            self.not_observed("loss", "watch.step was called without a loss")
+        self.scalars.put("tokens", tokens)
+        self.scalars.put("samples", samples)
+        self._guard.call("scalars", self._take_scalars)
+        reading = self._guard.call(f"{self._source.name} read", self._source.read) if self._source is not None else None
+        self.refresh_layout(attempt)
+        if self._last_boundary is not None:
+            self.scalars.put("step_seconds", started - self._last_boundary)
+        self._last_boundary = started
+        self._guard.call("ring", self._push, reading, step, attempt, started, updates)
+
+    def _push(self, reading: Reading | None, step: int, attempt: int, started: float, updates: int) -> None:
+        # What is spent from here on, sending included, counts for the next step: the sum over steps is exact.
+        self.scalars.put("overhead_seconds", self._own_seconds + time.perf_counter() - started)
+        self._own_seconds = 0.0
+        host, device = self.scalars.take()
+        note = StepNote(
+            step=step, attempt=attempt, layout=self.layouts.current, time_unix=time.time(), scalars=host,
+            updates_forward=reading.updates_forward if reading is not None else updates,
+            updates_backward=reading.updates_backward if reading is not None else updates,
+        )  # fmt: skip
+        self._ring.push(frames.device_values(device, reading), note)
+
+    def _take_scalars(self) -> None:
+        reading = self._clip.take()
+        if reading is not None:
+            if self._norm_is_scaled and reading.by_user:
+                self.not_observed("grad_norm", gradients.SCALED)
+            else:
+                self.scalars.put("grad_norm", reading.norm)
+            self.scalars.put("clip_limit", reading.limit)
+        self._norm_is_scaled = False
+        scale = getattr(self._scaler, "_scale", None)
+        if isinstance(scale, torch.Tensor):
+            self.scalars.put("loss_scale", scale)
+        if self._was_updated:
+            if self._is_entered:  # a skipped update used no learning rate
+                self.scalars.put("learning_rate", _one(self._lr.effective))
+                self.scalars.put("lr_factor", self._lr.factor())
+            if not self.scalars.has("update_skipped"):
+                self.scalars.put("update_skipped", _flag(self._skip.last_skipped))
+        elif self._scaler is not None and self._scaler.is_enabled():
+            self.scalars.put("update_skipped", 1.0)
+        else:
+            self.not_observed("learning_rate", "optimizer.step was not seen between two watch.step calls")
+        if not self.scalars.has("learning_rate"):
+            self.scalars.put("learning_rate", _one([group.get("lr") for group in self._optimizer.param_groups]))
+        self._was_updated = self._is_entered = False
+
+    def refresh_layout(self, attempt: int) -> bool:
+        """Ask the source for its columns; True when there is a new layout to announce."""
+        return bool(self._guard.call("layout", self._refresh_layout, attempt))
+
+    def _refresh_layout(self, attempt: int) -> bool:
+        columns = self._source.columns() if self._source is not None else ()
+        modules = list(self._source.not_observable()) if self._source is not None else []
+        unseen = modules + self._static_unseen + [f"{name}: {why}" for name, why in self._reasons.items()]
+        return self.layouts.update(columns, unseen, len(modules) + len(self._static_unseen), attempt)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout in force."""
+        return self.layouts.current
+
+    def not_observed(self, name: str, reason: str) -> None:
+        """Something cannot be seen: say so once, and in the layout."""
+        if name not in self._reasons:
+            self._reasons[name] = reason
+            self._note(f"{name} not observed: {reason}")
+
+    def poll(self, *, wait: bool = False) -> list[StepFrame]:
+        """Frames of the steps whose numbers have arrived; `wait` only where training stands still anyway."""
+        return [frames.build_frame(self._run, self._rank, note, values) for note, values in self._ring.poll(wait=wait)]
+
+    @property
+    def dropped(self) -> int:
+        """Steps that never got into the ring."""
+        return self._ring.dropped
+
+    def spent(self, seconds: float) -> None:
+        """Count time spent inside fp8watch on the training thread."""
+        self._own_seconds += seconds
+
+    def forget(self) -> None:
+        """A rollback: what was collected of the step under way belongs to a timeline that is given up."""
+        self.scalars.take()
+        self._clip.take()
+        self._was_updated = self._is_entered = False
+        self._norm_is_scaled = False
+
+    def restart_clock(self) -> None:
+        """The time since the last boundary went into saving or restoring: it is no step's."""
+        self._last_boundary = time.perf_counter()
+
+    def detach(self) -> None:
+        """Leave no hook behind."""
+        if self._source is not None:
+            self._guard.call(f"{self._source.name} detach", self._source.detach)
+
+
+def _one(values: list[Any]) -> Scalar | None:
+    """The learning rate of the first group, the one that trainers log."""
+    if not values or values[0] is None:
+        return None
+    return values[0].detach().reshape(()) if isinstance(values[0], torch.Tensor) else float(values[0])
+
+
+def _flag(value: bool | torch.Tensor) -> Scalar:
+    return value.reshape(()) if isinstance(value, torch.Tensor) else float(value)

@@ -1,0 +1,66 @@
+"""What `attach` says once: what is watched, what cannot be, which actions are unavailable and why."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from fp8watch.identity import Identity
+from fp8watch.records import Layout
+
+logger = logging.getLogger("fp8watch")
+
+MAX_NAMES = 6
+"""Names in one line of the report; the rest is counted, and complete in `watch.not_observable`."""
+
+
+def lines(
+    *,
+    identity: Identity,
+    layout: Layout,
+    framework: str,
+    policy_name: str,
+    mode: str,
+    capabilities: Mapping[str, str],
+    directory: Path,
+) -> list[str]:
+    """The report, a few lines of plain text."""
+    rank = f", rank {identity.rank} of {identity.world_size}" if identity.world_size > 1 else ""
+    text = [f"fp8watch: run {identity.run}{rank}, policy {policy_name} ({mode}), records in {directory}"]
+    if layout.columns:
+        text.append(
+            f"  watching {layout.observed_modules} of {layout.expected_modules} FP8 modules "
+            f"({framework}, {layout.columns[0].recipe} scaling, {len(layout.columns)} tensors), loss and gradients"
+        )
+    elif layout.expected_modules or framework:
+        text.append(f"  {framework or 'FP8'} modules found; tensors are known after the first step")
+    else:
+        text.append("  no FP8 layer in this model: watching loss and gradients only")
+    if layout.not_observable:
+        text.append("  not observed: " + _shorten(layout.not_observable, "; "))
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for action, reason in capabilities.items():
+        if reason:
+            by_reason[reason].append(action)
+    if by_reason:
+        text.append("  unavailable actions:")
+        text.extend(f"    {', '.join(actions)}: {reason}" for reason, actions in by_reason.items())
+    return text
+
+
+def _shorten(names: list[str], separator: str) -> str:
+    shown = separator.join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown}{separator}and {len(names) - MAX_NAMES} more"
+
+
+def say(text: list[str]) -> None:
+    """To the log where that shows it, else to standard error: once, compact, never to standard output."""
+    if logger.isEnabledFor(logging.INFO):
+        for line in text:
+            logger.info("%s", line)
+        return
+    # Not through rich, which draws from Python's random generator when it is loaded.
+    print("\n".join(text), file=sys.stderr)

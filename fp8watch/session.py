@@ -1,0 +1,194 @@
+"""The state of one attached process: step, attempt, and the parts that `Watch` and the boundary share."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+import fp8watch
+from fp8watch import wire
+from fp8watch.actions.base import Action
+from fp8watch.actions.context import ActionContext
+from fp8watch.agreement import Agreement
+from fp8watch.controller import markers
+from fp8watch.data import Batches
+from fp8watch.disarm import Disarm
+from fp8watch.errors import CheckpointError
+from fp8watch.guard import Guard
+from fp8watch.identity import Identity
+from fp8watch.journal import Journal
+from fp8watch.recorder import Recorder
+from fp8watch.records import ACTIONS, CheckpointRecord, Hello, LedgerUpdate
+from fp8watch.stepping import OptimizerTap
+from fp8watch.uplink import Uplink
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """Everything that lives from attach to detach."""
+
+    recorder: Recorder
+    context: ActionContext
+    uplink: Uplink
+    tap: OptimizerTap
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        directory: Path,
+        guard: Guard,
+        journal: Journal,
+        agreement: Agreement,
+        disarm: Disarm,
+        policy_text: str | None,
+        policy_name: str,
+        framework: str,
+    ) -> None:
+        self.identity = identity
+        self._directory = directory
+        self.guard = guard
+        self.journal = journal
+        self.agreement = agreement
+        self.disarm = disarm
+        self.actions: Mapping[str, Action] = {}
+        self.step = 0
+        self.attempt = journal.last_attempt + 1
+        self._policy_text, self._policy_name = policy_text, policy_name
+        self.warmup_steps: int | None = None
+        """Length of the scheduler's warm-up where it is known."""
+        self._framework = framework
+        self._said: set[str] = set()
+        self._was_rewound = False
+        self.on_detach: Callable[[], None] = lambda: None
+        self._begin_attempt()
+
+    def note(self, text: str) -> None:
+        """Say something to the person who trains, once."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("fp8watch: %s", text)
+
+    def capabilities(self) -> Mapping[str, str]:
+        """Action -> empty when it is available, else why it is not."""
+        nobody = self.agreement.unavailable or self.journal.unavailable
+        found = {}
+        for name in ACTIONS:
+            action = self.actions.get(name)
+            if nobody is not None:
+                found[name] = nobody
+            elif action is None:
+                found[name] = "not in this version"
+            else:
+                try:
+                    found[name] = action.unavailable() or ""
+                except Exception as error:
+                    self.guard.failed(name, error)
+                    found[name] = f"{type(error).__name__}: {error}"
+        return found
+
+    def hello(self) -> Hello:
+        """Who we are, now."""
+        identity, layout = self.identity, self.recorder.layout
+        model = self.context.model
+        versions = {
+            "python": platform.python_version(), "torch": str(torch.__version__), "fp8watch": fp8watch.__version__,
+            "fp8": self._framework, "device": str(next((p.device for p in model.parameters()), "none")),
+        }  # fmt: skip
+        if layout.columns:
+            versions["recipe"] = layout.columns[0].recipe
+        return Hello(
+            wire_version=wire.WIRE_VERSION, run=identity.run, attempt=self.attempt, rank=identity.rank,
+            local_rank=identity.local_rank, world_size=identity.world_size, pid=identity.pid, host=identity.host,
+            time_unix=time.time(), step=self.step, policy=self._policy_text, policy_name=self._policy_name,
+            capabilities=dict(self.capabilities()), warmup_steps=self.warmup_steps,
+            num_parameters=sum(p.numel() for p in model.parameters()), framework=versions,
+            expected_modules=layout.expected_modules, observed_modules=layout.observed_modules,
+            journal_term=self.journal.term, armed=self.disarm.reason() is None,
+        )  # fmt: skip
+
+    def checkpoint_records(self) -> list[CheckpointRecord]:
+        """The ledger's records, for the preamble."""
+        return self.context.checkpoints.records() if self.context.checkpoints is not None else []
+
+    def send_frames(self, *, wait: bool = False) -> None:
+        """Send the layout if it is new, then every frame that has arrived."""
+        self.uplink.announce(self.recorder.layout)
+        for frame in self.recorder.poll(wait=wait):
+            self.uplink.send(frame)
+
+    def rewind(self, step: int) -> None:
+        """A rollback has restored the state after `step` updates: count on from there, as a new attempt."""
+        self.guard.call("frames", self.send_frames, wait=True)
+        self.step = step
+        self.attempt += 1
+        self._was_rewound = True
+        self._begin_attempt()
+        self.guard.call("capture", self.recorder.forget)
+        self.guard.call("transport", self._introduce)
+
+    def resumed(self, step: int, record: CheckpointRecord) -> None:
+        """A checkpoint of an earlier process was restored before the first step."""
+        self.step = step
+        if record.run == self.identity.run and record.attempt >= self.attempt:
+            self.attempt = record.attempt + 1
+            self._begin_attempt()
+        self.recorder.forget()
+        self._introduce()
+
+    def set_data(self, batches: Batches) -> None:
+        """The loop has asked for its batches: a data position can be saved and restored from now on."""
+        self.context.parts.data = batches
+        if batches.unavailable is not None:
+            self.note(f"data position: {batches.unavailable}")
+        self.guard.call("transport", self._introduce)
+
+    def _introduce(self) -> None:
+        self.recorder.refresh_layout(self.attempt)
+        self.uplink.introduce(self.hello(), self.recorder.layout)
+
+    def _begin_attempt(self) -> None:
+        if self.journal.unavailable is None:
+            try:
+                self.journal.attempt(self.attempt)
+            except OSError as error:
+                self.journal.unavailable = f"journal cannot be written: {error}"
+
+    def maybe_save(self) -> None:
+        """Save a checkpoint if one is due after this step; not right after the restore of one."""
+        was_rewound, self._was_rewound = self._was_rewound, False
+        if self.context.checkpoints is None or was_rewound:
+            return
+        try:
+            record = self.context.checkpoints.maybe_save(self.step)
+        except CheckpointError as error:
+            self.guard.failures["checkpoints"] = self.guard.failures.get("checkpoints", 0) + 1
+            self.note(str(error))
+            return
+        if record is not None:
+            self.uplink.send(record)
+            self.recorder.restart_clock()
+
+    def label(self, update: LedgerUpdate) -> None:
+        """Take in the controller's verdict on a checkpoint."""
+        if self.context.checkpoints is not None:
+            self.context.checkpoints.label(update.checkpoint, update.label, update.reason)
+
+    def mark_halted(self, reason: str) -> None:
+        """Keep attach from starting this run again until a person releases it; durable on return."""
+        markers.write_halted(
+            self._directory, self.identity.run, reason=reason, step=self.step, time_unix=time.time()
+        )  # fmt: skip
+
+    def detach(self) -> None:
+        """Take every hook off."""
+        self.tap.detach()
+        self.recorder.detach()
+        self.agreement.close()
+        self.on_detach()

@@ -1,0 +1,244 @@
+"""`Watch`: what `fp8watch.attach` returns and a training loop talks to.
+
+Invariants: no method raises into training (but `Halted`, and what torch itself raises in `clip_grad_norm_`), none
+waits for a device, an agent or a disk in an ordinary step; parameters, gradients and random generators are only
+ever read, unless an action that the policy allows is being applied.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fp8watch.boundary import Boundary
+from fp8watch.data import Batches
+from fp8watch.errors import CheckpointError, Halted
+from fp8watch.records import Command, Evaluation, Goodbye, LedgerUpdate
+from fp8watch.session import Session
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+"""What `detach` may wait for the last frames to be sent."""
+
+
+class Watch:
+    """One watched model and optimizer. Made by `fp8watch.attach`."""
+
+    def __init__(self, session: Session, boundary: Boundary) -> None:
+        self._session = session
+        self._boundary = boundary
+        self._guard = session.guard
+        self._recorder = session.recorder
+        self._pid = os.getpid()
+        self._is_detached = False
+        self._batches: dict[int, Batches] = {}
+
+    # What a person may look at
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self._session.identity.run
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._session.identity.rank
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates done in this timeline; a rollback rewinds it."""
+        return self._session.step
+
+    @property
+    def attempt(self) -> int:
+        """Grows by one at each rollback and restart."""
+        return self._session.attempt
+
+    @property
+    def capabilities(self) -> dict[str, str]:
+        """Action -> empty when it is available in this run, else the reason why it is not."""
+        return dict(self._session.capabilities())
+
+    @property
+    def not_observable(self) -> list[str]:
+        """`name: reason` of what cannot be seen."""
+        return list(self._recorder.layout.not_observable)
+
+    @property
+    def is_attached(self) -> bool:
+        """False after `detach`."""
+        return not self._is_detached
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """fp8watch's own failures so far, by part."""
+        return dict(self._guard.failures)
+
+    def note_once(self, text: str) -> None:
+        """Say something to the person who trains, unless it was said before."""
+        self._session.note(text)
+
+    # What the loop calls
+
+    def resume(self) -> int:
+        """Restore the newest checkpoint that is not tainted, if there is any; the step to go on from.
+
+        Raises `CheckpointError`, with nothing overwritten, when there are checkpoints and none can be used:
+        training from the beginning unasked would be worse.
+        """
+        manager = self._session.context.checkpoints
+        if manager is None or self._is_detached:
+            self._session.note("resume: attach was given no checkpoints")
+            return self.global_step
+        record = manager.newest_usable()
+        if record is None:
+            if manager.records():
+                raise CheckpointError(f"every checkpoint in {manager.root} is tainted; remove them to start afresh")
+            return self.global_step
+        report = manager.restore(record.checkpoint, allow_without_data=True)
+        if not report.data_restored:
+            logger.warning("fp8watch: resume: no data position was restored; give attach the dataloader")
+        logger.warning("fp8watch: resumed from %s (step %d)", report.checkpoint, report.step)
+        self._guard.call("resume", self._session.resumed, report.step, record)
+        return self.global_step
+
+    def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """The loader's batches, unchanged, with a position that a rollback can restore."""
+        known = self._batches.get(id(loader))
+        if known is None or known.loader is not loader:
+            data = self._session.context.parts.data
+            known = data if isinstance(data, Batches) and data.loader is loader else Batches(loader)
+            self._batches[id(loader)] = known
+            if data is None:
+                self._session.set_data(known)
+            elif data is not known:
+                self._session.note("batches: a rollback restores the position of attach's dataloader, not of this one")
+        return known
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_`, with the lower of this limit and the one a remedy has set.
+
+        Returns the norm before clipping, a 0-D tensor. Raises what torch raises.
+        """
+        if self._is_detached:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        self._recorder.note_clip()
+        clip = self._session.context.clip
+        return clip.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def micro_step(self, loss: Any) -> None:
+        """One micro-batch of an accumulated step is done: its loss counts for the mean that `step` records."""
+        if self._is_detached:
+            return
+        started = time.perf_counter()
+        self._guard.call("loss", self._recorder.micro_loss, loss)
+        self._recorder.spent(time.perf_counter() - started)
+
+    def step(self, loss: Any = None, tokens: int | None = None) -> None:
+        """The step boundary, after `optimizer.step()` (and the scheduler's): record, apply what is due, save.
+
+        `loss`: the raw loss, as a tensor of one element on any device, a float or a numpy scalar; after
+        `micro_step` calls it is not looked at. `tokens`: tokens of this step; None: counted in the batches seen.
+        Raises `Halted` when the policy stops the run, and nothing else.
+        """
+        if self._is_detached or os.getpid() != self._pid:
+            return
+        started = time.perf_counter()
+        session = self._session
+        self._guard.call("capture", self._record, loss, tokens)
+        session.step += 1
+        self._guard.call("frames", self._send_frames)
+        self._guard.call("replies", self._take_replies)
+        self._recorder.spent(time.perf_counter() - started)
+        if not self._boundary.is_idle:
+            self._guard.call("boundary", self._boundary.run, session.step)
+            self._recorder.restart_clock()
+        self._guard.call("checkpoints", session.maybe_save)
+        self._recorder.begin(session.step + 1)
+        if session.context.halt_reason is not None:
+            self._halt(session.context.halt_reason)
+
+    def evaluation(self, scores: Mapping[str, Any]) -> None:
+        """Record evaluation scores, each one number, at the present step."""
+        if not self._is_detached:
+            self._guard.call("evaluation", self._send_evaluation, scores)
+
+    def detach(self, reason: str = "detached") -> None:
+        """Leave the model, optimizer and process as they were found; sends what is left first. Idempotent."""
+        if self._is_detached:
+            return
+        self._is_detached = True
+        if os.getpid() == self._pid:
+            self._guard.call("detach", self._send_last, reason)
+        self._guard.call("detach", self._session.detach)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach("end" if kind is None else f"error: {kind.__name__}")
+
+    # Parts of a step
+
+    def _record(self, loss: Any, tokens: int | None) -> None:
+        data = self._session.context.parts.data
+        samples: float | None = None
+        if isinstance(data, Batches):
+            data.note_boundary()
+            if data.unavailable is None or data.samples:
+                samples = float(data.samples)
+        counted = [n for batches in self._batches.values() if (n := batches.take_tokens()) is not None]
+        if tokens is None and counted:
+            tokens = sum(counted)
+        self._recorder.finish(
+            loss,
+            step=self._session.step + 1,
+            attempt=self._session.attempt,
+            tokens=None if tokens is None else float(tokens),
+            samples=samples,
+        )
+
+    def _send_frames(self) -> None:
+        self._session.send_frames()
+        self._session.uplink.reached(self._session.step)
+        self._session.uplink.say_notes()
+
+    def _take_replies(self) -> None:
+        for reply in self._session.uplink.take():
+            if isinstance(reply, Command):
+                self._boundary.receive(reply)
+            elif isinstance(reply, LedgerUpdate):
+                self._guard.call("checkpoint label", self._session.label, reply)
+
+    def _send_evaluation(self, scores: Mapping[str, Any]) -> None:
+        session = self._session
+        values = {str(name): float(value) for name, value in scores.items()}
+        session.uplink.send(Evaluation(run=self.run, attempt=session.attempt, step=session.step, scores=values))
+
+    def _send_last(self, reason: str) -> None:
+        self._session.send_frames(wait=True)
+        self._session.uplink.send(Goodbye(run=self.run, rank=self.rank, step=self.global_step, reason=reason))
+        self._session.uplink.close(CLOSE_SECONDS)
+
+    def _halt(self, reason: str) -> None:
+        logger.error("fp8watch: step %d: the run is halted: %s", self.global_step, reason)
+        self._guard.call("halt", self._session.mark_halted, reason)
+        self.detach("halted")
+        raise Halted(reason)

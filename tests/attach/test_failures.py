@@ -1,0 +1,133 @@
+"""fp8watch's own failures stay its own: training goes on with identical numbers, and the failure is said once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from watched_training import Trainer
+
+import fp8watch
+from fp8watch.guard import FAILURES_TO_DISABLE, Guard
+from fp8watch.records import StepFrame
+
+
+def expected_losses(steps: int) -> list[float]:
+    twin = Trainer()
+    bare = fp8watch.attach(twin.model, twin.optimizer)
+    losses = twin.steps(bare, steps)
+    bare.detach()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "fp8watch.capture.emulated.EmulatedSource.read",
+        "fp8watch.capture.emulated.EmulatedSource.begin",
+        "fp8watch.capture.emulated.EmulatedSource.columns",
+        "fp8watch.capture.emulated.EmulatedSource.not_observable",
+        "fp8watch.capture.update_size.UpdateSize.before",
+        "fp8watch.capture.update_size.UpdateSize.after",
+        "fp8watch.capture.ring.Ring.push",
+        "fp8watch.capture.ring.Ring.poll",
+        "fp8watch.capture.frames.build_frame",
+        "fp8watch.actions.clip_control.ClipControl.take",
+        "fp8watch.actions.clip_control.ClipControl.before_step",
+        "fp8watch.actions.skip_guard.SkipGuard.before_step",
+        "fp8watch.actions.lr_control.LrControl.enter",
+        "fp8watch.actions.lr_control.LrControl.leave",
+        "fp8watch.boundary.Boundary.run",
+        "fp8watch.session.Session.maybe_save",
+        "watched_training.RecordingChannel.send",
+        "watched_training.RecordingChannel.take",
+        "watched_training.RecordingChannel.notes",
+    ],
+)
+def test_no_exception_of_ours_reaches_training(trainer, channel, monkeypatch, caplog, part):
+    expected = expected_losses(8)
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    called = []
+
+    def fail(*args, **kwargs):
+        called.append(1)
+        raise RuntimeError("unknown FP8 state")
+
+    monkeypatch.setattr(part, fail)
+    if part.endswith("Boundary.run"):
+        from watched_training import command
+
+        channel().replies.extend(command("checkpoint_now", id=str(i), sequence=i) for i in range(3))
+    assert trainer.steps(watch, 8) == expected
+    assert watch.global_step == 8
+    assert called
+    assert len(called) <= 2 * FAILURES_TO_DISABLE
+    assert sum(watch.failures.values()) >= 1
+    assert caplog.text.count("failed; training is not affected") == 1
+    watch.detach()
+    assert trainer.steps(watch, 1)
+
+
+def test_one_broken_part_leaves_the_others_observed(trainer, channel, monkeypatch):
+    watch = fp8watch.attach(trainer.model, trainer.optimizer)
+    monkeypatch.setattr(
+        "fp8watch.capture.emulated.EmulatedSource.read", lambda self: (_ for _ in ()).throw(TypeError("quantizer"))
+    )
+    trainer.steps(watch, 3)
+    frames = channel().of(StepFrame)
+    assert [frame.step for frame in frames] == [1, 2, 3]
+    assert not frames[-1].columns
+    assert {"loss", "grad_norm", "update_rms"} <= frames[-1].scalars.keys()
+
+
+def test_guard_forgives_single_failures_and_ends_a_part_that_keeps_failing(caplog):
+    guard = Guard(limit=3)
+
+    def odd(number: int) -> int:
+        if number % 2:
+            raise ValueError("odd")
+        return number
+
+    assert [guard.call("part", odd, n) for n in range(6)] == [0, None, 2, None, 4, None]
+    assert guard.disabled == {}
+    assert [guard.call("part", odd, 1) for _ in range(5)] == [None] * 5
+    assert guard.failures["part"] == 5  # three before, then two more in a row make three
+    assert list(guard.disabled) == ["part"]
+    assert guard.call("part", odd, 2) is None
+    assert guard.call("other", odd, 2) == 2
+    assert caplog.text.count("off for the rest of this run") == 1
+
+
+def test_guard_lets_pass_what_is_no_failure_of_ours():
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Guard().call("part", stop)
+
+
+def test_unwritable_directory_is_one_warning_and_training_goes_on(trainer, monkeypatch, tmp_path, caplog):
+    """With the real transport: nothing can be written, so nothing is recorded and nothing may act."""
+    expected = expected_losses(5)
+    caplog.clear()
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("FP8WATCH_DIR", str(tmp_path / "file" / "fp8watch"))
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    assert trainer.steps(watch, 5) == expected
+    assert watch.failures == {}
+    assert caplog.text.count("cannot be written") == 1
+    assert all("cannot be written" in reason for reason in watch.capabilities.values())
+
+
+def test_disk_full_at_a_checkpoint_is_said_and_training_goes_on(trainer, channel, tmp_path, monkeypatch, caplog):
+    watch = fp8watch.attach(
+        trainer.model, trainer.optimizer, checkpoints=fp8watch.Checkpoints(tmp_path / "ckpt", every=2)
+    )  # fmt: skip
+
+    def full(*args, **kwargs):
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(torch, "save", full)
+    trainer.steps(watch, 8)
+    assert watch.global_step == 8
+    assert "could not be saved" in caplog.text
+    assert watch.failures["checkpoints"] == 4

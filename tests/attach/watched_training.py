@@ -1,0 +1,94 @@
+"""A small FP8 model in training, and a channel that keeps what is sent and hands out what a test puts in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from fp8watch.emulation import convert
+from fp8watch.records import Command, Message, Reply
+from fp8watch.settings import Settings
+
+T = TypeVar("T")
+
+
+class RecordingChannel:
+    """Stands in for the transport: no thread, no process."""
+
+    made: ClassVar[list[RecordingChannel]] = []
+
+    def __init__(self, *, run: str, settings: Settings, local_rank: int = 0) -> None:
+        self.run = run
+        self.sent: list[Message] = []
+        self.preamble: list[Message] = []
+        self.replies: list[Reply] = []
+        self.dropped: dict[str, int] = {}
+        self.is_closed = False
+        RecordingChannel.made.append(self)
+
+    def send(self, message: Message) -> bool:
+        self.sent.append(message)
+        return True
+
+    def take(self) -> list[Reply]:
+        replies, self.replies = self.replies, []
+        return replies
+
+    def set_preamble(self, messages: Sequence[Message]) -> None:
+        self.preamble = list(messages)
+
+    def notes(self) -> list[str]:
+        return []
+
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        self.is_closed = True
+
+    def of(self, kind: type[T]) -> list[T]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+def make_model(*, fp8: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))
+    if fp8:
+        convert(model)
+    return model
+
+
+class Trainer:
+    """The loop of the documentation on a fixed regression task."""
+
+    def __init__(self, *, fp8: bool = True, lr: float = 1e-2) -> None:
+        self.model = make_model(fp8=fp8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(16, 32, generator=generator)
+        self.targets = torch.randn(16, 32, generator=generator)
+
+    def loss(self) -> torch.Tensor:
+        return nn.functional.mse_loss(self.model(self.inputs), self.targets)
+
+    def steps(self, watch: Any, count: int, *, clip: float | None = 1.0) -> list[float]:
+        losses = []
+        for _ in range(count):
+            loss = self.loss()
+            loss.backward()
+            if clip is not None:
+                watch.clip_grad_norm_(self.model.parameters(), max_norm=clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            watch.step(loss)
+            losses.append(loss.item())
+        return losses
+
+
+def command(name: str, step: int = 10_000, **fields: Any) -> Command:
+    """A command with the usual identity; `fields` override."""
+    values: dict[str, Any] = {
+        "id": f"a-{name}", "run": "r", "attempt": 0, "term": 1, "sequence": 1, "verb": "apply",
+        "action": name, "params": {}, "last_step": step,
+    }  # fmt: skip
+    return Command(**{**values, **fields})

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8watch.capture import ring as ring_module
+from fp8watch.capture.ring import Ring
+
+DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool]
+
+
+class Event:
+    """An event of a device that is as slow as the test wants."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.waited = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.waited = self.is_done = True
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Copies are complete when the test says so."""
+    events: list[Event] = []
+    original = ring_module._Lane.copy
+
+    def copy(self, tensors, slot):
+        segments, _ = original(self, tensors, slot)
+        events.append(Event())
+        return segments, events[-1]
+
+    monkeypatch.setattr(ring_module._Lane, "copy", copy)
+    return events
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 40)), max_size=8), st.integers(1, 4))
+def test_what_goes_in_comes_out(shapes, slots):
+    ring: Ring[int] = Ring(torch.device("cpu"), slots=slots, slot_bytes=64)
+    for note in range(3):
+        tensors = {
+            f"t{i}": (torch.arange(n) % 2).to(dtype) if n else torch.zeros(0, dtype=dtype)
+            for i, (dtype, n) in enumerate(shapes)
+        }
+        tensors["scalar"] = torch.tensor(0.5 + note)
+        assert ring.push(tensors, note)
+        ((found, values),) = list(ring.poll())
+        assert found == note
+        assert values.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert np.array_equal(values[name], tensor.numpy())
+            assert values[name].dtype == tensor.numpy().dtype
+        assert values["scalar"].shape == ()
+
+
+def test_dtypes_numpy_has_not_are_widened():
+    ring: Ring[None] = Ring(torch.device("cpu"))
+    ring.push({"a": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}, None)
+    ((_, values),) = list(ring.poll())
+    assert values["a"].tolist() == [1.5, -2.0]
+
+
+def test_source_may_be_overwritten_after_push():
+    ring: Ring[None] = Ring(torch.device("cpu"))
+    tensor = torch.ones(3)
+    ring.push({"a": tensor}, None)
+    tensor.zero_()
+    ((_, values),) = list(ring.poll())
+    assert values["a"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_poll_waits_for_nothing_and_keeps_the_order(slow):
+    ring: Ring[int] = Ring(torch.device("cpu"), slots=4)
+    for step in range(3):
+        ring.push({"a": torch.full((2,), float(step))}, step)
+    slow[1].is_done = True
+    assert list(ring.poll()) == []  # the oldest is not there yet
+    slow[0].is_done = True
+    assert [note for note, _ in ring.poll()] == [0, 1]
+    assert [note for note, _ in ring.poll(wait=True)] == [2]
+    assert [event.waited for event in slow] == [False, False, True]
+
+
+def test_full_ring_drops_and_counts_and_recovers(slow):
+    ring: Ring[int] = Ring(torch.device("cpu"), slots=2)
+    assert [ring.push({"a": torch.zeros(1)}, step) for step in range(5)] == [True, True, False, False, False]
+    assert ring.dropped == 3
+    slow[0].is_done = slow[1].is_done = True
+    assert [note for note, _ in ring.poll()] == [0, 1]
+    assert ring.push({"a": torch.zeros(1)}, 5)
+
+
+def test_more_than_a_slot_holds_gets_a_larger_one(slow):
+    ring: Ring[int] = Ring(torch.device("cpu"), slots=3, slot_bytes=32)
+    ring.push({"a": torch.ones(4)}, 0)
+    ring.push({"a": torch.arange(1000.0)}, 1)
+    for event in slow:
+        event.is_done = True
+    small, large = ring.poll()
+    assert small[1]["a"].tolist() == [1.0] * 4
+    assert large[1]["a"].tolist() == list(range(1000))
+
+
+def test_nothing_is_recorded_or_asked_during_a_graph_capture(monkeypatch):
+    ring: Ring[int] = Ring(torch.device("cpu"))
+    ring.push({"a": torch.zeros(1)}, 0)
+    monkeypatch.setattr(ring_module, "is_capturing", lambda: True)
+    assert not ring.push({"a": torch.zeros(1)}, 1)
+    assert list(ring.poll()) == []
+    monkeypatch.setattr(ring_module, "is_capturing", lambda: False)
+    assert [note for note, _ in ring.poll()] == [0]
+    assert ring.dropped == 1
+
+
+def test_failed_push_gives_its_slot_back():
+    ring: Ring[int] = Ring(torch.device("cpu"), slots=1)
+    for _ in range(3):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            ring.push({"a": torch.zeros(1, device="meta")}, 0)
+    assert ring.push({"a": torch.zeros(1)}, 1)
