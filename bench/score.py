@@ -16,7 +16,6 @@ import json
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,13 @@ def score(corpus: Path, scorer: Any, severities: set[str], *, verbose: bool) -> 
         steps, _, _ = scorer.read_log(path)
         fired = [step for step, severity, _, _ in seen if severity in severities]
         hit, wanted, late, wrong, length = scorer.score_run(run, steps, fired)
-        found, events, false, points, delays = found + hit, events + wanted, false + wrong, points + length, delays + late
+        found, events, false, points, delays = (
+            found + hit,
+            events + wanted,
+            false + wrong,
+            points + length,
+            delays + late,
+        )
         shares += [hit / wanted] if wanted else []
         source = by_source.setdefault(path.stem.split("_")[0], [0, 0, 0, 0])
         for i, value in enumerate((hit, wanted, wrong, length)):

@@ -94,6 +94,8 @@ def assemble(arguments: Arguments) -> Made:
     _arm_skip(arguments, session)
     session.recorder = _recorder(arguments, identity, session, found)
     session.uplink = Uplink(channel, guard, session.checkpoint_records)
+    if session.context.checkpoints is not None:
+        session.context.checkpoints.on_change = session.uplink.send
     boundary = _boundary(arguments, identity, session)
     session.uplink.open(session.hello(), session.recorder.layout)
     session.tap = OptimizerTap(arguments.optimizer, session.recorder)

@@ -172,7 +172,6 @@ class Session:
             self.note(str(error))
             return
         if record is not None:
-            self.uplink.send(record)
             self.recorder.restart_clock()
 
     def label(self, update: LedgerUpdate) -> None:

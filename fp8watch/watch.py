@@ -24,8 +24,8 @@ from fp8watch.session import Session
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0
-"""What `detach` may wait for the last frames to be sent."""
+CLOSE_SECONDS = 10.0
+"""What `detach` may wait for the last frames to be sent: an agent that was just started on a busy machine needs it."""
 
 
 class Watch:

@@ -144,7 +144,7 @@ class TeControls:
             self._pending.pop(next((n for n, m in self._model.named_modules() if m is module), ""), None)
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, torch.Tensor) and first.requires_grad:
-                first.register_hook(lambda grad: _raise_to(away.amax, "grad_output", grad))
+                first.register_hook(lambda grad: _raise_to(away.amax, "grad_output", grad))  # type: ignore[no-untyped-call]
 
         away.handles = [
             module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -195,7 +195,7 @@ class TeControls:
         for name, module, _, forward, state in delayed_states(self._model):
             for slot, meaning in enumerate(slot_names(module, name, forward=forward, num_slots=state.scale.numel())):
                 if meaning is not None and f"{meaning[0]}:{meaning[1]}" == tensor:
-                    recipe = module.fp8_meta.get("recipe")  # type: ignore[union-attr, operator]
+                    recipe = module.fp8_meta.get("recipe")
                     hybrid = "HYBRID" in str(getattr(recipe, "fp8_format", "HYBRID"))
                     return state, slot, E4M3.max if forward or not hybrid else E5M2.max
         raise ActionError(f"no delayed-scaling tensor {tensor}")

@@ -33,7 +33,8 @@ DIRECTIONS = (("scaling_fwd", True), ("scaling_bwd", False))
 class _Direction:
     """Where the model's columns lie in one of TE's concatenated vectors, and what was seen there this step."""
 
-    columns: list[TensorColumn]
+    slots: list[tuple[tuple[str, Any], Any, Any]]
+    """`((module name, tensor), module, recipe state)` of each column."""
     positions: torch.Tensor | None
     """Index into TE's vector (int64, on the device); None: the vector is ours alone, in this order."""
     signature: tuple[int, ...]
@@ -44,7 +45,7 @@ class _Direction:
     updates: int = 0
 
 
-def delayed_states(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, bool, Any]]:
+def delayed_states(model: torch.nn.Module) -> Iterator[tuple[str, Any, str, bool, Any]]:
     """`(name, module, key, is_forward, recipe state)` of every delayed-scaling state in the model."""
     for name, module in model.named_modules():
         meta = getattr(module, "fp8_meta", None)
@@ -66,25 +67,45 @@ class TeDelayedSource:
         self._tap: UpdateTap = update_tap(extension)
         self._directions: dict[bool, _Direction] = {}
         self._owned: dict[int, tuple[str, torch.nn.Module, bool, Any]] = {}
+        self._recipes: list[Any] = []
+        self._seen_as: tuple[Any, ...] | None = None
+        self._columns: list[TensorColumn] = []
+        self._missing: list[str] = []
         self._tap.subscribe(self._on_update)
 
     def columns(self) -> Sequence[TensorColumn]:
-        """Forward tensors first, each direction in TE's own order; known from the first update on."""
-        return [column for forward in (True, False) for column in self._columns_of(forward)]
+        """Forward tensors first, each direction in TE's own order; known from the first update on.
 
-    def _columns_of(self, forward: bool) -> list[TensorColumn]:
-        direction = self._directions.get(forward)
-        return direction.columns if direction else []
+        The same object as long as nothing has changed, so that a step does not pay for comparing them.
+        """
+        self._refresh()
+        return self._columns
 
     def not_observable(self) -> Sequence[str]:
-        """Modules that have delayed-scaling state but took part in no update."""
-        seen = {column.module for column in self.columns()}
-        missing = []
-        for name, module, _, forward, state in delayed_states(self._model):
-            slots = slot_names(module, name, forward=forward, num_slots=state.scale.numel())
-            if not any(slot and slot[0] in seen for slot in slots):
-                missing.append(f"{name}: never took part in a scale update")
-        return sorted(set(missing))
+        """FP8 modules that took part in no update so far."""
+        self._refresh()
+        return self._missing
+
+    def _refresh(self) -> None:
+        state = (
+            *((forward, part.signature) for forward, part in self._directions.items()),
+            *((recipe.margin, recipe.amax_compute_algo) for recipe in self._recipes),
+        )
+        if state == self._seen_as:
+            return
+        self._seen_as = state
+        self._columns = [
+            _column(slot, forward, module.fp8_meta.get("recipe"), live)
+            for forward in (True, False)
+            if forward in self._directions
+            for slot, module, live in self._directions[forward].slots
+        ]
+        seen = {id(module) for part in self._directions.values() for _, module, _ in part.slots}
+        self._missing = [
+            f"{name}: has taken part in no scale update yet"
+            for name, module in self._model.named_modules()
+            if isinstance(getattr(module, "fp8_meta", None), dict) and hasattr(module, "fp8") and id(module) not in seen
+        ]
 
     def begin(self, *, with_statistics: bool) -> None:
         """Forget the step that was read."""
@@ -145,28 +166,32 @@ class TeDelayedSource:
     def _index(
         self, forward: bool, scales: Sequence[torch.Tensor], signature: tuple[int, ...], device: torch.device
     ) -> _Direction:
-        columns: list[TensorColumn] = []
+        found: list[tuple[tuple[str, Any], Any, Any]] = []
         positions: list[int] = []
         offset = 0
         for tensor in scales:
             owner = self._owned.get(id(tensor))
             if owner is not None:
                 name, module, _, state = owner
-                slots = slot_names(module, name, forward=forward, num_slots=tensor.numel())
-                recipe = module.fp8_meta.get("recipe")  # type: ignore[union-attr, operator]
-                for i, slot in enumerate(slots):
+                for i, slot in enumerate(slot_names(module, name, forward=forward, num_slots=tensor.numel())):
                     if slot is not None:
-                        columns.append(_column(slot, forward, recipe, state))
+                        found.append((slot, module, state))
                         positions.append(offset + i)
             offset += tensor.numel()
-        whole = positions == list(range(offset))
+        recipes = {
+            id(recipe): recipe for _, module, _ in found if (recipe := module.fp8_meta.get("recipe")) is not None
+        }
+        self._recipes = list({**{id(r): r for r in self._recipes}, **recipes}.values())
+        index = None
+        if positions != list(range(offset)):
+            index = torch.tensor(positions, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         direction = _Direction(
-            columns=columns,
-            positions=None if whole else torch.tensor(positions, device=device),
+            slots=found,
+            positions=index,
             signature=signature,
-            amax=torch.zeros(len(columns), device=device),
-            amax_last=torch.zeros(len(columns), device=device),
-            scale=torch.ones(len(columns), device=device),
+            amax=torch.zeros(len(found), device=device),
+            amax_last=torch.zeros(len(found), device=device),
+            scale=torch.ones(len(found), device=device),
         )
         self._directions[forward] = direction
         return direction

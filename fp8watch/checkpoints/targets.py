@@ -1,4 +1,7 @@
-"""Which checkpoint to go back to. Pure and free of torch: rank and controller ask the same function."""
+"""Which checkpoint a rank falls back to when the one it was told to restore is damaged, and which it resumes from.
+
+The controller's own choice, with budgets and reasons, is `fp8watch.policy.target`.
+"""
 
 from __future__ import annotations
 

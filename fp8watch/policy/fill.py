@@ -173,6 +173,7 @@ def _rollback(policy: Policy, state: PolicyState, view: View, rung: Rollback, tr
         "onset_step": onset,
         "margin_steps": rung.margin_steps,
         "skip_batches": rung.skip_batches + (onset - target.checkpoint.step if rung.skip_to_onset else 0),
+        "allow_without_data": rung.if_data_position_missing == "accept",
         "changes": [{"action": change.action, "params": dict(change.params)} for change in rung.changes],
     }
     kept = sorted({item.action for item in state.in_force})

@@ -24,7 +24,10 @@ from fp8watch.replay.readers import open_path
 from fp8watch.replay.recording import FILTERED_NOTE, Recording
 
 Format = Literal["jsonl", "table"]
-_COLUMNS = ("run", "step", "onset_step", "detector", "severity", "cause", "tensor", "rank", "evidence")
+_COLUMNS = ("run", "step", "onset_step", "detector", "severity", "cause")
+"""Of a table; what and why come last."""
+_WIDTH = 140
+"""Of a table that is not written to a terminal."""
 
 
 def replay(
@@ -116,16 +119,20 @@ class _Rows:
     """A table for people, at the end."""
 
     def __init__(self, out: TextIO) -> None:
-        self._console = Console(file=out)
-        self._table = Table(*(column.replace("_", " ") for column in _COLUMNS))
+        self._console = Console(file=out, width=None if out.isatty() else _WIDTH)
+        self._table = Table()
+        for column in _COLUMNS:
+            self._table.add_column(column.removesuffix("_step"), no_wrap=True)
+        self._table.add_column("where and why", overflow="fold")
 
     def finding(self, row: dict[str, Any]) -> None:
-        words = "; ".join(row["evidence"].get("for", [])) or _brief(row["evidence"])
-        self._table.add_row(*("" if row[c] is None else str(row[c]) for c in _COLUMNS[:-1]), words)
+        reasons = "; ".join(row["evidence"].get("for", [])) or _brief(row["evidence"])
+        where = [row["tensor"], None if row["rank"] is None else f"rank {row['rank']}", reasons]
+        self._table.add_row(*(str(row[c]) for c in _COLUMNS), ": ".join(part for part in where if part))
 
     def action(self, row: dict[str, Any]) -> None:
         words = f"{row['action']} {row['params']} ({row['rule']}): {row['reason']}"
-        self._table.add_row(str(row["run"]), str(row["step"]), "", "", "proposal", "", "", "", words)
+        self._table.add_row(str(row["run"]), str(row["step"]), "", "proposal", "", "", words)
 
     def close(self) -> None:
         if self._table.row_count:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
+from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.emulation import convert
-from fp8watch.records import Command, Message, Reply
+from fp8watch.records import Command, Message, Reply, StepFrame
 from fp8watch.settings import Settings
 
 T = TypeVar("T")
@@ -92,3 +95,17 @@ def command(name: str, step: int = 10_000, **fields: Any) -> Command:
         "action": name, "params": {}, "last_step": step,
     }  # fmt: skip
     return Command(**{**values, **fields})
+
+
+def stored_steps(path: Path, run: str, last: int, patience_seconds: float = 20.0) -> list[int]:
+    """Steps in the store, once the background process has written the last one (sending does not wait for it)."""
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        steps: list[int] = []
+        if path.exists():
+            store = SqliteStore(path)
+            steps = [frame.step for frame in store.read(run, StepFrame)]
+            store.close()
+        if steps[-1:] == [last] or time.monotonic() > deadline:
+            return steps
+        time.sleep(0.1)
