@@ -20,7 +20,9 @@ from fp8watch.records import ActionRecord, Finding
 
 RUN, TWIN, UNWATCHED, FAULT = "bright_green", "bright_blue", "red", "yellow"
 PLOT_ROWS = 14
-MAX_LINES = 8
+MAX_LINES = 10
+SMOOTHING = 0.2
+"""Weight of the newest loss in the moving mean that is drawn: single batches differ by 5 %."""
 
 
 class Screen:
@@ -66,10 +68,10 @@ def render(progress: Progress, *, width: int) -> Panel:
     """The whole screen."""
     plan = progress.plan
     steps = plan.watched.config.steps
-    curves = [Curve(points=progress.twin.series(), colour=TWIN)]
+    curves = [Curve(points=_smoothed(progress.twin), colour=TWIN)]
     if progress.unwatched is not None:
-        curves.append(Curve(points=progress.unwatched.series(), colour=UNWATCHED))
-    curves.append(Curve(points=progress.watched.series(), colour=RUN))
+        curves.append(Curve(points=_smoothed(progress.unwatched), colour=UNWATCHED))
+    curves.append(Curve(points=_smoothed(progress.watched), colour=RUN))
     markers = [] if plan.fault_step is None else [Marker(step=plan.fault_step, colour=FAULT)]
     chart = plot(curves, last_step=steps, width=width - 4, height=PLOT_ROWS, markers=markers)
     legend = Text()
@@ -77,8 +79,10 @@ def render(progress: Progress, *, width: int) -> Panel:
         legend.append(f"--- {name} {_newest(losses)}   ", colour)
     if plan.fault_step is not None:
         legend.append(f"| fault at step {plan.fault_step}", FAULT)
-    lines = story_lines(progress)
-    story = Text("\n".join(lines[-MAX_LINES:]) if lines else "nothing found so far")
+    lines = story_lines(progress, with_warnings=False)[-MAX_LINES:]
+    num_warnings = sum(finding.severity == "warn" for finding in progress.story.findings)
+    lines.append(f"{num_warnings} warnings, on which nobody acts" if num_warnings else "")
+    story = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
     title = (
         f"fp8watch demo: {plan.scenario.name} ({plan.scenario.summary}), seed {plan.watched.config.seed}, "
         f"policy {plan.policy}, step {progress.watched.last_step} of {steps}"
@@ -93,6 +97,15 @@ def _runs(progress: Progress) -> list[tuple[str, Losses, str]]:
     return rows
 
 
+def _smoothed(losses: Losses) -> list[tuple[int, float]]:
+    mean: float | None = None
+    smooth = []
+    for step, loss in losses.series():
+        mean = loss if mean is None or mean != mean else mean + SMOOTHING * (loss - mean)
+        smooth.append((step, mean))
+    return smooth
+
+
 def _newest(losses: Losses, num_steps: int = 10) -> str:
     recent = [loss for _, loss in losses.series()[-num_steps:]]
     return f"{sum(recent) / len(recent):.3f}" if recent else "-"
@@ -103,12 +116,16 @@ def losses_line(progress: Progress) -> str:
     return ", ".join(f"{name} {_newest(losses)}" for name, losses, _ in _runs(progress))
 
 
-def story_lines(progress: Progress) -> list[str]:
-    """Findings and actions in the order of their steps; the warnings too."""
+def story_lines(progress: Progress, *, with_warnings: bool = True) -> list[str]:
+    """Findings and actions in the order of their steps."""
     story = progress.story
-    lines = [(finding.step, 0, f"found   {words.finding_line(finding)}") for finding in story.findings]
+    lines = [
+        (finding.step, 0, f"found   {words.finding_line(finding)}")
+        for finding in story.findings
+        if with_warnings or finding.severity == "act"
+    ]
     for action in story.actions:
-        verb = "asked   " if action.applied_step is None else "did     "
+        verb = "did     " if action.applied_step is not None else "not     "
         lines.append((action.applied_step or action.decided_step, 1, verb + words.action_line(action)))
     return [line for _, _, line in sorted(lines, key=lambda entry: entry[:2])]
 
@@ -121,13 +138,14 @@ def closing_table(progress: Progress) -> Table:
     table = Table(title=f"fp8watch demo: {plan.scenario.name}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    at = "" if plan.fault_step is None else f" at step {plan.fault_step}"
-    table.add_row("fault", plan.scenario.summary + at)
+    since = "" if plan.fault_step is None else f"from step {plan.fault_step}: "
+    table.add_row("fault", since + plan.scenario.summary)
     table.add_row("onset", "nothing found" if first is None else f"step {first.onset_step}")
     found = "-"
     if first is not None:
         delay = first.step - (plan.fault_step if plan.fault_step is not None else first.onset_step)
-        found = f"{delay} steps, by {first.detector} in {first.tensor or first.layer or 'loss and gradients'}"
+        place = first.tensor or first.layer or "loss and gradients"
+        found = f"{delay} step{'' if delay == 1 else 's'}, by {first.detector} in {place}"
     table.add_row("found after", found)
     table.add_row("cause", "-" if first is None else f"{first.cause}: {words.evidence(first.evidence)}")
     table.add_row("action", _actions(story.applied, story.proposed))

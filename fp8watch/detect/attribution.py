@@ -142,19 +142,27 @@ def _optimisation(symptom: Symptom, context: Context, since: int) -> Case:
 
 def _precision(symptom: Symptom, context: Context, since: int) -> Case:
     case = Case("precision")
+    stride = context.stride()
     for detector, word in (("saturation", "clips"), ("underflow", "loses elements to zero")):
-        seen = context.find(detector, "act", since=since)
+        seen = context.find(detector, "act", since=max(since, symptom.onset_step - 2 * stride))
         if seen is None:
             continue
-        if seen.onset_step <= symptom.onset_step + 2 * context.stride():
-            case.speaks_for(3.0, f"FP8 {word} persistently since step {seen.onset_step}")
+        if seen.onset_step <= symptom.onset_step + 2 * stride:
+            case.speaks_for(1.0 if case.support else 3.0, f"FP8 {word} persistently since step {seen.onset_step}")
         else:
             case.speaks_against(0.5, f"FP8 {word} only since step {seen.onset_step}, after the onset")
-    frozen = context.find("scale_frozen", since=since)
-    if case.support and frozen is not None and frozen.onset_step <= symptom.onset_step + 2 * context.stride():
-        case.speaks_against(case.weight, "the scales are not the ones that the format was given: it follows from that")
-    if not case.support and context.find("saturation", since=since) is None:
-        case.speaks_against(1.0, "no cast clips or underflows beyond the ordinary")
+    if not case.support:
+        if context.find("saturation", since=since) is None:
+            case.speaks_against(1.0, "no cast clips or underflows beyond the ordinary")
+        return case
+    for detector, why in (
+        ("scale_frozen", "the scales are not the ones that the amax demands"),
+        ("update_rms", "updates out of all proportion came before"),
+    ):
+        earlier = context.find(detector, "act", since=since)
+        if earlier is not None and earlier.onset_step <= symptom.onset_step + 2 * stride:
+            case.speaks_against(case.weight, f"{why}: clipping and underflow follow from it")
+            break
     return case
 
 

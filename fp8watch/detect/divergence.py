@@ -2,9 +2,9 @@
 
 The last `BLOCKS` blocks of `BLOCK` points are summed up by their medians. Act when every median is above the one
 before it (chance 1/5040 for 7 blocks without trend) and the rise over the window is beyond both 5 % and 8 times
-the uncertainty of a block median, with the two largest steps left out (and the rest scaled up to the whole
-window): warn at half of that. A level shift makes one large step between blocks, or two when it falls into a
-block; a spike comes down again; a drift lifts all blocks alike.
+the uncertainty of a block median, with the largest single step left out (and the rest scaled up to the whole
+window): warn at half of that. A spike or a level shift lifts one block above the other; a drift lifts them all.
+While the loss is out of its range by the spike rule, the pipeline reports no divergence beside it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Divergence:
             return state, []
         spread = 1.4826 * float(np.median(np.abs(blocks - medians[:, None])))
         uncertainty = max(1.2533 * spread / math.sqrt(BLOCK), 1e-4)
-        steps = np.sort(np.diff(medians))
-        rise = float(steps[:-2].sum()) * (BLOCKS - 1) / (BLOCKS - 3)
+        steps = np.diff(medians)
+        rise = float(steps.sum() - steps.max()) * (BLOCKS - 1) / (BLOCKS - 2)
         if rise < ACT_RISE / 2 or rise < ACT_SIGMA / 2 * uncertainty:
             return state, []
         is_act = rise >= ACT_RISE and rise >= ACT_SIGMA * uncertainty

@@ -1,9 +1,10 @@
 """grad_spike: the gradient norm (before clipping) leaves its own recent range, stays out, or does so again and again.
 
-Log values against a robust baseline (`fp8watch.detect.spike`), noise floor 10 %. Single bursts are everyday life
-and clipping deals with them: a warning. To act takes 5 hot points in a run that reach e^1.6 = 5x, one point
-1000x above (a gradient that is about to become infinite), or bursts that come again and again: three of 5x or
-more within 64 points that together rise by 5 powers of ten.
+Log values against a robust baseline (`fp8watch.detect.spike`), noise floor 10 %, of the norm that the optimizer
+gets: not more than the clip limit, where that is known. Single bursts are everyday life: a warning. To act takes
+5 hot points in a run that reach e^1.6 = 5x, or bursts that come again: two or more of at least 5x within 64 points
+that together rise by 4 powers of ten (two of 100x, three of 22x). The norm before clipping is acted on where it
+is 10,000x above, on its way to infinity, which no clipping can repair; from 1,000x on that is a warning.
 """
 
 from __future__ import annotations
@@ -13,24 +14,18 @@ import math
 import msgspec
 
 from fp8watch.detect.base import Sample, Symptom
-from fp8watch.detect.spike import SpikeRule, SpikeState, cut, judge
+from fp8watch.detect.spike import HOT, MIN_POINTS, SpikeRule, SpikeState, cut, judge
 
-RULE = SpikeRule(
-    floor=0.1,
-    warn_sigma=6.0,
-    act_sigma=8.0,
-    act_points=5,
-    act_rise=1.6,
-    sparse_stride=2**62,
-    at_once_rise=math.log(1000),
-)
+RULE = SpikeRule(floor=0.1, warn_sigma=6.0, act_sigma=8.0, act_points=5, act_rise=1.6, sparse_stride=2**62)
 BURST_RISE = 1.6
 """Rise in log x that makes a burst (5x)."""
-BURSTS = 3
-BURST_DECADES = 5.0
+BURSTS = 2
+BURST_DECADES = 4.0
 """Powers of ten that the bursts of the window rise above the centre, together."""
 BURST_WINDOW = 64
 """Points."""
+WARN_RAW_RISE, ACT_RAW_RISE = math.log(1e3), math.log(1e4)
+"""Rise of the norm before clipping over the centre."""
 
 
 class GradSpikeState(msgspec.Struct):
@@ -65,17 +60,20 @@ class GradSpike:
         if norm is None or not math.isfinite(norm) or norm <= 0:
             return state, []
         state.points += 1
-        judged = judge(state.spike, RULE, sample.step, math.log(norm))
-        is_burst = judged.rise > BURST_RISE and judged.z > RULE.act_sigma
+        limit = sample.scalars.get("clip_limit", math.inf)
+        felt = min(norm, limit) if limit > 0 else norm
+        judged = judge(state.spike, RULE, sample.step, math.log(felt))
+        raw_rise = math.log(norm) - state.spike.baseline.centre if len(state.spike.baseline) >= MIN_POINTS else 0.0
+        is_burst = judged.rise > BURST_RISE and judged.z > HOT
         if is_burst and not state.is_in_burst:
             state.bursts.append((state.points, sample.step, judged.rise / math.log(10)))
         state.is_in_burst = is_burst
         state.bursts = [burst for burst in state.bursts if state.points - burst[0] < BURST_WINDOW]
         decades = sum(burst[2] for burst in state.bursts)
         recurs = is_burst and len(state.bursts) >= BURSTS and decades >= BURST_DECADES
-        if judged.severity is None and not recurs:
+        if judged.severity is None and not recurs and raw_rise < WARN_RAW_RISE:
             return state, []
-        is_act = judged.severity == "act" or recurs
+        is_act = judged.severity == "act" or recurs or raw_rise > ACT_RAW_RISE
         return state, [
             Symptom(
                 detector=self.name,
@@ -85,6 +83,7 @@ class GradSpike:
                 rank=sample.rank_of_extreme.get("grad_norm") if sample.num_ranks > 1 else None,
                 evidence={
                     "grad_norm": norm,
+                    "clip_limit": limit if math.isfinite(limit) else None,
                     "ordinary_grad_norm": math.exp(state.spike.baseline.centre),
                     "z": round(judged.z, 2),
                     "num_hot": judged.num_hot,

@@ -16,8 +16,7 @@ from fp8watch.records import Cause, Severity
 CLOSE_AFTER = 20
 """Samples without a symptom that close an incident: the settling window of the shortest action."""
 CLOSE_SPIKE_AFTER = 4
-"""The same for spikes: five ordinary points in a row are the end of one, the next is another."""
-_SPIKES = frozenset({"loss_spike", "grad_spike"})
+"""The same for loss spikes: five ordinary points in a row are the end of one, the next is another."""
 
 
 class Incident(msgspec.Struct, kw_only=True):
@@ -56,7 +55,7 @@ class Incidents(msgspec.Struct):
         closed = []
         for detector, incident in list(self.open.items()):
             incident.silent_samples += 1
-            if incident.silent_samples > (CLOSE_SPIKE_AFTER if detector in _SPIKES else CLOSE_AFTER):
+            if incident.silent_samples > (CLOSE_SPIKE_AFTER if detector == "loss_spike" else CLOSE_AFTER):
                 closed.append(self.open.pop(detector))
         return closed
 

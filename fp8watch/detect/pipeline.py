@@ -83,6 +83,8 @@ class Pipeline:
         for symptom in symptoms:
             if is_quiet and symptom.detector in BASELINE_RULES:
                 continue
+            if symptom.detector == "divergence" and self._is_known_spike(symptom):
+                continue
             finding = self._note(symptom, sample)
             if finding is not None:
                 findings.append(finding)
@@ -123,6 +125,11 @@ class Pipeline:
             for name, current in self._states.items()
         }
         self._state, self._states = state, states
+
+    def _is_known_spike(self, symptom: Symptom) -> bool:
+        """Whether the drift's window holds a loss that the spike rule has found already."""
+        first: int = symptom.evidence["window_steps"][0]
+        return self._state.context.find("loss_spike", "act", since=first) is not None
 
     def _note(self, symptom: Symptom, sample: Sample) -> Finding | None:
         incidents = self._state.incidents

@@ -6,7 +6,7 @@ With delayed scaling an amax that grows between two updates clips a little in a 
 31.3 dB, at 2 it is 27.0 dB with 0.75 % of a normal tensor clipped, at 4 it is 11.6 dB with 18 %.
 Source of these figures: E4M3 round-to-nearest on 4.2 M normal samples.
 So r > 1 is a warning once it is out of the tensor's ordinary range, and to act takes clipping that stays:
-r > 4 in 3 of 8 steps, or saturated elements beyond 5 % in 3 of 8 sampled steps. A burst of one or two steps,
+r > 4 in 3 of 8 steps, or r > 2 and saturated elements beyond 5 % in 3 of 8 sampled steps. A burst of one or two steps,
 as an outlier makes it, stays a warning.
 """
 
@@ -72,7 +72,8 @@ class Saturation:
         share = self._share(sample, high)
         if share is not None:
             rows = np.flatnonzero(np.isfinite(share))
-            state.share.push(rows, share[rows])
+            # Clipped at less than r = 2 an element is off by no more than the format's own steps add up to.
+            state.share.push(rows, np.where(depth[rows] > WARN_LOG2, share[rows], 0.0))
         deep = (state.depth.values > ACT_LOG2).sum(axis=1)
         wide = (state.share.values > ACT_RATIO).sum(axis=1)
         now = usable & (depth > WARN_LOG2)

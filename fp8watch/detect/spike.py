@@ -45,8 +45,6 @@ class SpikeRule:
     """Relative rise at which one such point is enough."""
     is_linear: bool = False
     """Values are as logged, not their logarithms; the floor is then relative to the centre."""
-    at_once_rise: float = math.inf
-    """Rise in log x that acts in the point itself."""
 
 
 class SpikeState(msgspec.Struct):
@@ -103,17 +101,16 @@ def judge(state: SpikeState, rule: SpikeRule, step: int, value: float) -> Judged
         return _rebase(state, z, rise)
     onset = min(state.foot[0], state.run_steps[0]) if state.foot else state.run_steps[0]
     relative = rise / max(abs(baseline.centre), 1e-12) if rule.is_linear else math.expm1(min(rise, 700.0))
-    severity = _severity(state, rule, z, rise, relative)
+    severity = _severity(state, rule, sigma, relative)
     return Judged(z=z, rise=rise, severity=severity, onset_step=onset, num_hot=len(state.run_steps))
 
 
-def _severity(state: SpikeState, rule: SpikeRule, z: float, rise: float, relative: float) -> str | None:
-    sigma = rise / z
+def _severity(state: SpikeState, rule: SpikeRule, sigma: float, relative: float) -> str | None:
     peak = max(value - state.baseline.centre for value in state.run_values)
     is_high = peak > rule.act_sigma * sigma and peak > rule.act_rise
     is_long = len(state.run_values) >= rule.act_points
     is_sparse = state.stride >= rule.sparse_stride and relative > rule.sparse_rise
-    if state.is_act or (is_high and (is_long or is_sparse)) or (z > rule.act_sigma and rise > rule.at_once_rise):
+    if state.is_act or (is_high and (is_long or is_sparse)):
         state.is_act = True
         return "act"
     return "warn" if peak > rule.warn_sigma * sigma and peak > rule.act_rise / 2 else None

@@ -69,6 +69,7 @@ class Link(threading.Thread):
         """Thread body; ends after `stop` or when the process is given up."""
         try:
             self._run()
+            self._linger()
         except Exception as error:
             logger.exception("fp8watch transport failed")
             self._give_up(f"transport failed ({error!r}); training goes on unwatched")
@@ -153,6 +154,25 @@ class Link(threading.Thread):
         self.num_connections += 1
         self.is_connected = True
         return True
+
+    def _linger(self) -> None:
+        """Say that nothing follows, and read until the agent has taken it all, within the deadline.
+
+        A socket closed under a reply on its way breaks the agent's connection, and with it is lost what the agent
+        had not read yet.
+        """
+        connection = self._socket
+        if connection is None or not self.is_connected:
+            return
+        poller = select.poll()
+        poller.register(connection, select.POLLIN)
+        try:
+            connection.shutdown(socket.SHUT_WR)
+            while (seconds := self._deadline - time.monotonic()) > 0:
+                if poller.poll(seconds * 1000) and not connection.recv(READ_BYTES):
+                    return
+        except OSError as error:
+            logger.debug("connection to %s broke at its end: %s", self._address, error)
 
     def _disconnect(self) -> None:
         self.is_connected = False

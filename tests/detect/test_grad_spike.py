@@ -20,8 +20,17 @@ def samples(values: np.ndarray, loss: float = 1.23) -> list:
 
 def test_the_norm_explodes_while_the_loss_is_ordinary() -> None:  # case: SPK-14
     values = np.concatenate([norms(np.random.default_rng(0), 100, 4.0), [5e3, 2e8, math.nan]])
-    act = [f for f in findings(samples(values)) if f.severity == "act"]
-    assert [(f.detector, f.step) for f in act] == [("grad_spike", 101), ("nonfinite", 103)]
+    found = [(f.detector, f.severity, f.step) for f in findings(samples(values))]
+    assert found == [("grad_spike", "warn", 101), ("grad_spike", "act", 102), ("nonfinite", "act", 103)]
+
+
+def test_bursts_that_the_clip_limit_takes_the_force_of_are_no_case_to_act() -> None:
+    values = norms(np.random.default_rng(2), 300)
+    values[200::15] *= 300
+    clipped = [scalars(i + 1, grad_norm=float(v), clip_limit=1.5) for i, v in enumerate(values)]
+    unlimited = [scalars(i + 1, grad_norm=float(v), clip_limit=1000.0) for i, v in enumerate(values)]
+    assert [s for s in drive(GradSpike(), clipped) if s.severity == "act"] == []
+    assert [s for s in drive(GradSpike(), unlimited) if s.severity == "act"]
 
 
 def test_a_single_burst_is_a_warning() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from detect_runs import DelayedRun, columns, drive
 
 from fp8watch.detect.amax_jump import AmaxJump
+from fp8watch.detect.base import Sample
 from fp8watch.detect.saturation import Saturation
 from fp8watch.detect.underflow import Underflow
 
@@ -57,45 +60,55 @@ def test_a_module_in_high_precision_does_not_clip() -> None:
 def test_saturated_elements_count_where_amax_says_little() -> None:
     run = DelayedRun(columns())
     counts = {"quantized": np.full(6, 1000, np.uint64), "saturated": np.array([0, 0, 200, 0, 0, 0], np.uint64)}
-    run.factor[:] = 1.5
+    run.factor[:] = 2.5
     symptoms = drive(Saturation(), [run.run(np.ones(6), values=dict(counts)) for _ in range(30)])
     assert acts(symptoms)
     assert next(s for s in symptoms if s.severity == "act").tensors == (2,)
 
 
-def counted(run: DelayedRun, share: float, tensor: int, base: float) -> object:
-    lost = np.full(6, base * 1e5)
-    lost[tensor] = share * 1e5
-    return run.run(
-        np.ones(6), values={"quantized": np.full(6, 100_000, np.uint64), "underflowed": lost.astype(np.uint64)}
-    )
+def counted(run: DelayedRun, share: float, tensor: int, base: float, snr: float = 31.0) -> Sample:
+    lost, ratio = np.full(6, base * 1e5), np.full(6, 31.0, np.float32)
+    lost[tensor], ratio[tensor] = share * 1e5, snr
+    counts = {"quantized": np.full(6, 100_000, np.uint64), "underflowed": lost.astype(np.uint64), "snr": ratio}
+    return run.run(np.ones(6), values=counts)
 
 
 @pytest.mark.parametrize(
-    ("base", "share", "is_found"), [(0.0, 0.06, True), (0.03, 0.06, False), (0.03, 0.15, True), (0.0, 0.03, False)]
+    ("base", "share", "snr", "is_found"),
+    [
+        (0.0, 0.12, 25.0, True),
+        (0.0, 0.12, 31.0, False),  # attention's gradients: many small ones lost, the signal is in the others
+        (0.0, 0.08, 25.0, False),
+        (0.05, 0.12, 25.0, False),
+        (0.05, 0.2, 25.0, True),
+        (0.0, 0.9, 70.0, True),  # one huge element: an excellent ratio, and nothing else left
+    ],
 )
-def test_underflow_is_held_against_the_tensors_own_past(base: float, share: float, is_found: bool) -> None:
+def test_underflow_is_held_against_the_tensors_own_past(base: float, share: float, snr: float, is_found: bool) -> None:
     run = DelayedRun(columns())
-    samples = [counted(run, base, 2, base) for _ in range(40)] + [counted(run, share, 2, base) for _ in range(10)]
+    samples = [counted(run, base, 2, base) for _ in range(40)] + [counted(run, share, 2, base, snr) for _ in range(10)]
     symptoms = [s for s in drive(Underflow(), samples) if s.severity == "act"]
     assert bool(symptoms) is is_found
     if is_found:
-        assert (symptoms[0].step, symptoms[0].onset_step, symptoms[0].tensors) == (42, 41, (2,))
+        assert (symptoms[0].step, symptoms[0].onset_step, symptoms[0].tensors) == (43, 41, (2,))
 
 
 def test_one_sampled_step_of_underflow_is_nothing() -> None:
     run = DelayedRun(columns())
-    samples = [counted(run, 0.5 if i == 40 else 0.0, 2, 0.0) for i in range(60)]
+    samples = [counted(run, 0.5 if i == 40 else 0.0, 2, 0.0, 10.0) for i in range(60)]
     assert drive(Underflow(), samples) == []
 
 
 def test_steps_without_counts_are_passed_over() -> None:
     run = DelayedRun(columns())
     samples = []
-    for i in range(200):
-        share = 0.2 if i >= 150 else 0.0
-        samples.append(counted(run, share, 2, 0.0) if i % 10 == 0 else run.run(np.ones(6)))
-    assert acts(drive(Underflow(), samples))[0] == 161
+    for i in range(300):
+        is_bad = i >= 200
+        sample = counted(run, 0.2 if is_bad else 0.0, 2, 0.0, 20.0 if is_bad else 31.0)
+        if i % 10:
+            sample = dataclasses.replace(sample, values={k: sample.values[k] for k in ("amax", "scale")})
+        samples.append(sample)
+    assert acts(drive(Underflow(), samples))[0] == 221
 
 
 @pytest.mark.parametrize(("tensor", "severity"), [(1, "act"), (0, "warn"), (2, "warn")])

@@ -93,7 +93,9 @@ SCENARIOS = (
         summary="one batch in 15 scaled up 300x, with a clip limit that is no limit",
         make=_bursts,
         recurs="with the data",
-        both={"max_norm": 1000.0},
+        # One burst fills AdamW's second moment for good at 0.95: nothing could be saved in what is left of a demo.
+        both={"max_norm": 1000.0, "beta2": 0.9},
+        fault_share=0.2,
     ),
     Scenario(
         name="bad-batch",
