@@ -71,6 +71,7 @@ class TeDelayedSource:
         self._seen_as: tuple[Any, ...] | None = None
         self._columns: list[TensorColumn] = []
         self._missing: list[str] = []
+        self._num_reads = 0
         self._tap.subscribe(self._on_update)
 
     def columns(self) -> Sequence[TensorColumn]:
@@ -87,7 +88,9 @@ class TeDelayedSource:
         return self._missing
 
     def _refresh(self) -> None:
+        # Twice more after the first step: what has still not shown up by then is named.
         state = (
+            min(self._num_reads, 2),
             *((forward, part.signature) for forward, part in self._directions.items()),
             *((recipe.margin, recipe.amax_compute_algo) for recipe in self._recipes),
         )
@@ -102,9 +105,9 @@ class TeDelayedSource:
         ]
         seen = {id(module) for part in self._directions.values() for _, module, _ in part.slots}
         self._missing = [
-            f"{name}: has taken part in no scale update yet"
+            f"{name}: {reason}"
             for name, module in self._model.named_modules()
-            if isinstance(getattr(module, "fp8_meta", None), dict) and hasattr(module, "fp8") and id(module) not in seen
+            if id(module) not in seen and (reason := _why_unseen(module, self._num_reads)) is not None
         ]
 
     def begin(self, *, with_statistics: bool) -> None:
@@ -115,6 +118,7 @@ class TeDelayedSource:
 
     def read(self) -> Reading | None:
         """amax, amax_last and scale of this step; a tensor whose amax is 0 was idle and counts as not observed."""
+        self._num_reads += 1
         parts = [self._directions[forward] for forward in (True, False) if forward in self._directions]
         if not any(part.updates for part in parts):
             return None
@@ -145,7 +149,7 @@ class TeDelayedSource:
         if direction is None or direction.signature != signature:
             direction = self._index(forward, scales, signature, amax.device)
         mine = amax if direction.positions is None else amax[direction.positions]
-        used = torch.cat([scale.reshape(-1) for scale in scales])
+        used = torch.cat(tuple(scales))
         torch.maximum(direction.amax, mine, out=direction.amax)
         direction.amax_last.copy_(mine)
         direction.scale.copy_(used if direction.positions is None else used[direction.positions])
@@ -195,6 +199,18 @@ class TeDelayedSource:
         )
         self._directions[forward] = direction
         return direction
+
+
+def _why_unseen(module: Any, num_reads: int) -> str | None:
+    """Why a module's numbers are missing; None for one that holds no FP8 state, like attention outside FP8."""
+    meta = getattr(module, "fp8_meta", None)
+    if not isinstance(meta, dict) or num_reads == 0:
+        return None
+    if any(getattr(meta.get(key), "amax_history", None) is not None for key, _ in DIRECTIONS):
+        return "has taken part in no scale update yet"
+    if getattr(module, "fp8", False):
+        return f"{type(meta.get('recipe')).__name__} keeps no scale between steps, which this version does not read"
+    return None
 
 
 def _column(slot: tuple[str, Any], forward: bool, recipe: Any, state: Any) -> TensorColumn:

@@ -1,7 +1,8 @@
 """How far the optimizer moved the parameters: RMS of the update, from a strided sample of at most 65,536 elements.
 
-The sample is copied before and after `optimizer.step` on the parameters' device, in two fused calls, and reduced
-there; nothing is waited for. The same sample tells whether parameters are still finite. No random numbers are
+The sample is copied after `optimizer.step` on the parameters' device and reduced there; nothing is waited for. The
+copy made after one step serves as the one before the next, unless a parameter was written to in between (its version
+counter tells), as a rollback or a swap of weights does. The same sample tells whether parameters are still finite. No random numbers are
 drawn: the elements are evenly spaced, so training's RNG is untouched.
 """
 
@@ -13,8 +14,8 @@ import torch
 
 MAX_ELEMENTS = 65_536
 """Relative error of an RMS over n samples is about 1/sqrt(2n): 0.3 % at 65,536, far below what a rule looks at."""
-MAX_PARAMETERS = 64
-"""Parameters that take part, evenly spread through the model: bounds the views that two fused calls touch."""
+MAX_PARAMETERS = 32
+"""Parameters that take part, evenly spread through the model: each costs a kernel a step, as views are strided."""
 
 
 class UpdateSize:
@@ -32,16 +33,15 @@ class UpdateSize:
         self._old_chunks: list[torch.Tensor] = []
         self._new_chunks: list[torch.Tensor] = []
         self._has_before = False
+        self._versions: list[int] = []
 
     @torch.no_grad()
     def before(self) -> None:
-        """Copy the sample as it is now."""
-        self._has_before = False
+        """Have the sample as it is now: the last one taken, or a new copy where parameters were written to since."""
         views = self._current_views()
-        if not views:
-            return
-        torch._foreach_copy_(self._old_chunks, views)
-        self._has_before = True
+        if views and self._versions != [p._version for p in self._parameters]:
+            torch._foreach_copy_(self._old_chunks, views)
+        self._has_before = bool(views)
 
     @torch.no_grad()
     def after(self) -> dict[str, torch.Tensor]:
@@ -51,13 +51,15 @@ class UpdateSize:
             return {}
         self._has_before = False
         torch._foreach_copy_(self._new_chunks, self._current_views())
-        difference = self._old.neg_().add_(self._new)
-        squares = difference.square_()
+        self._versions = [p._version for p in self._parameters]
+        squares = self._new.sub(self._old).square_()
         is_bad = (~torch.isfinite(self._new)).any()
         found = {"update_rms": squares.mean().sqrt(), "param_nonfinite": is_bad.to(torch.float32)}
         count = self._num_matrix_elements
         if count:
             found["update_ratio"] = (squares[:count].sum() / self._new[:count].square().sum()).sqrt()
+        self._old, self._new = self._new, self._old
+        self._old_chunks, self._new_chunks = self._new_chunks, self._old_chunks
         return found
 
     def _current_views(self) -> list[torch.Tensor]:
@@ -66,6 +68,7 @@ class UpdateSize:
         pointers = [p.data_ptr() for p in locals_]
         if pointers == self._pointers:
             return self._views
+        self._versions = []
         share = max(1, MAX_ELEMENTS // max(1, len(locals_)))
         views = [view for p in locals_ if (view := _strided(p, share)) is not None]
         if views:

@@ -1,7 +1,7 @@
 """Small files under `FP8WATCH_DIR` by which people and processes tell each other to stop: halted and disarmed.
 
 `runs/<run>/halted.json` keeps attach from starting a halted run again until a person releases it;
-`disarm` (for all runs) or `runs/<run>/disarm` stops all acting (`fp8watch.disarm` is the ranks' side of it).
+`disarm` (for all runs) or `runs/<run>/disarm` stops all acting (`fp8watch.training.disarm` is the ranks' side of it).
 Files, because they must work when store, agent and network do not.
 """
 
@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from fp8watch.disarm import disarm_files
+from fp8watch.training.disarm import disarm_files
 from fp8watch.transport.places import run_folder
 
 

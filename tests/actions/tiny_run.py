@@ -21,8 +21,8 @@ from fp8watch.capture.emulated_controls import EmulatedControls
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.parts import TrainingParts
-from fp8watch.data import Batches
 from fp8watch.emulation import DelayedScaling, convert
+from fp8watch.training.data import Batches
 
 WIDTH = 32
 BATCH = 8

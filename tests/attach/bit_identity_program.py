@@ -96,7 +96,7 @@ def main(mode: str) -> dict[str, Any]:
         "torch_rng": digest(torch.get_rng_state()),
         "python_rng": digest(random.getstate()),
         "numpy_rng": digest(np.random.get_state()),
-        "imported": "fp8watch.attachment" in sys.modules or "fp8watch.watch" in sys.modules,
+        "imported": "fp8watch.training.attachment" in sys.modules or "fp8watch.training.watch" in sys.modules,
     }
     if watch is not None:
         found["failures"] = watch.failures

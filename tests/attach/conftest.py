@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from watched_training import RecordingChannel, Trainer
 
-import fp8watch.attachment as attachment
+import fp8watch.training.attachment as attachment
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Callable[[], RecordingChannel]:
     """Replaces the transport; call it for the channel of the newest attach."""
-    monkeypatch.setattr("fp8watch.assemble.Channel", RecordingChannel)
+    monkeypatch.setattr("fp8watch.training.assemble.Channel", RecordingChannel)
     RecordingChannel.made.clear()
     return lambda: RecordingChannel.made[-1]
 

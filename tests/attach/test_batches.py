@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from fp8watch.data import Batches
+from fp8watch.training.data import Batches
 
 
 class Numbers(Dataset[torch.Tensor]):

@@ -10,14 +10,14 @@ import pytest
 from watched_training import command
 
 from fp8watch.actions.base import Applied, ReadBack
-from fp8watch.agreement import Agreement, ObserveOnly, SingleProcess
-from fp8watch.boundary import READBACK_STEPS, Boundary
 from fp8watch.checkpoints.restore import PartlyRestored
-from fp8watch.disarm import Disarm
 from fp8watch.errors import ActionError
-from fp8watch.journal import Journal
 from fp8watch.records import Command, CommandResult
 from fp8watch.settings import Settings
+from fp8watch.training.agreement import Agreement, ObserveOnly, SingleProcess
+from fp8watch.training.boundary import READBACK_STEPS, Boundary
+from fp8watch.training.disarm import Disarm
+from fp8watch.training.journal import Journal
 
 
 class Knob:

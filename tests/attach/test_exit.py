@@ -11,9 +11,9 @@ import pytest
 PROGRAM = """
 import sys
 sys.path.insert(0, {folder!r})
-import fp8watch, fp8watch.assemble
+import fp8watch, fp8watch.training.assemble
 from watched_training import RecordingChannel, Trainer
-fp8watch.assemble.Channel = RecordingChannel
+fp8watch.training.assemble.Channel = RecordingChannel
 def close(self, timeout_seconds=2.0):
     print(self.sent[-1].reason, self.sent[-1].step)
 RecordingChannel.close = close

@@ -7,8 +7,8 @@ import torch
 from watched_training import Trainer
 
 import fp8watch
-from fp8watch.guard import FAILURES_TO_DISABLE, Guard
 from fp8watch.records import StepFrame
+from fp8watch.training.guard import FAILURES_TO_DISABLE, Guard
 
 
 def expected_losses(steps: int) -> list[float]:
@@ -36,8 +36,8 @@ def expected_losses(steps: int) -> list[float]:
         "fp8watch.actions.skip_guard.SkipGuard.before_step",
         "fp8watch.actions.lr_control.LrControl.enter",
         "fp8watch.actions.lr_control.LrControl.leave",
-        "fp8watch.boundary.Boundary.run",
-        "fp8watch.session.Session.maybe_save",
+        "fp8watch.training.boundary.Boundary.run",
+        "fp8watch.training.session.Session.maybe_save",
         "watched_training.RecordingChannel.send",
         "watched_training.RecordingChannel.take",
         "watched_training.RecordingChannel.notes",

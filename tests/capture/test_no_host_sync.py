@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fp8watch.attachment as attachment
+import fp8watch.training.attachment as attachment
 from fp8watch.emulation import convert
 from fp8watch.settings import Settings
 
@@ -66,7 +66,7 @@ class Silent:
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch, policy: str) -> Iterator[tuple[Any, nn.Module, torch.optim.Optimizer]]:
-    monkeypatch.setattr("fp8watch.assemble.Channel", Silent)
+    monkeypatch.setattr("fp8watch.training.assemble.Channel", Silent)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     convert(model)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fp8watch.actions.base import Applied, ReadBack
-from fp8watch.agreement import SingleProcess
-from fp8watch.boundary import Boundary
 from fp8watch.controller.commands import CommandDesk
-from fp8watch.disarm import Disarm
-from fp8watch.journal import Journal
 from fp8watch.records import CommandResult
 from fp8watch.settings import Settings
+from fp8watch.training.agreement import SingleProcess
+from fp8watch.training.boundary import Boundary
+from fp8watch.training.disarm import Disarm
+from fp8watch.training.journal import Journal
 
 
 class Layers:

@@ -5,6 +5,7 @@ python -m pytest tests/gpu -m gpu
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -166,7 +167,8 @@ def test_attached_and_armed_is_bit_identical_and_never_synchronises(tmp_path: Pa
     from fp8watch.controller.store_sqlite import SqliteStore
     from fp8watch.records import Layout, StepFrame
 
-    store = SqliteStore(next((tmp_path / ".fp8watch").rglob("*.sqlite*")))
+    endpoint = json.loads((tmp_path / ".fp8watch" / "runs" / "te-observe" / "endpoint.json").read_text())
+    store = SqliteStore(Path(endpoint["store"]), read_only=True)
     frames = list(store.read("te-observe", StepFrame))
     layouts = list(store.read("te-observe", Layout))
     assert [frame.step for frame in frames] == list(range(1, 31))

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from fp8watch.boundary import Boundary
-from fp8watch.data import Batches
 from fp8watch.errors import CheckpointError, Halted
 from fp8watch.records import Command, Evaluation, Goodbye, LedgerUpdate
-from fp8watch.session import Session
+from fp8watch.training.boundary import Boundary
+from fp8watch.training.data import Batches
+from fp8watch.training.session import Session
 
 logger = logging.getLogger(__name__)
 

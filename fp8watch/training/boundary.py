@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fp8watch.actions.base import Action, Applied
-from fp8watch.agreement import Agreement
 from fp8watch.checkpoints.restore import PartlyRestored
-from fp8watch.disarm import Disarm
 from fp8watch.errors import ActionError, CheckpointError
-from fp8watch.journal import Journal
 from fp8watch.records import Command, CommandResult, Mode, Verb
+from fp8watch.training.agreement import Agreement
+from fp8watch.training.disarm import Disarm
+from fp8watch.training.journal import Journal
 
 logger = logging.getLogger(__name__)
 

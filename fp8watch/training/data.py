@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fp8watch import rng
-from fp8watch.batch_size import count_samples, count_tokens
-from fp8watch.skip_first import skipping
+from fp8watch.training.batch_size import count_samples, count_tokens
+from fp8watch.training.skip_first import skipping
 
 ONE_SHOT = "the loader can be iterated only once ({type}); give a DataLoader or something that can be iterated again"
 BYPASSED = "the loop does not take its batches from watch.batches(loader)"

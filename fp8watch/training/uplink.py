@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from fp8watch.guard import Guard
 from fp8watch.records import CheckpointRecord, Hello, Layout, Message, Reply
+from fp8watch.training.guard import Guard
 from fp8watch.transport.channel import Channel
 
 logger = logging.getLogger(__name__)

@@ -14,18 +14,18 @@ import fp8watch
 from fp8watch import wire
 from fp8watch.actions.base import Action
 from fp8watch.actions.context import ActionContext
-from fp8watch.agreement import Agreement
 from fp8watch.controller import markers
-from fp8watch.data import Batches
-from fp8watch.disarm import Disarm
 from fp8watch.errors import CheckpointError
-from fp8watch.guard import Guard
 from fp8watch.identity import Identity
-from fp8watch.journal import Journal
-from fp8watch.recorder import Recorder
 from fp8watch.records import ACTIONS, CheckpointRecord, Hello, LedgerUpdate
-from fp8watch.stepping import OptimizerTap
-from fp8watch.uplink import Uplink
+from fp8watch.training.agreement import Agreement
+from fp8watch.training.data import Batches
+from fp8watch.training.disarm import Disarm
+from fp8watch.training.guard import Guard
+from fp8watch.training.journal import Journal
+from fp8watch.training.recorder import Recorder
+from fp8watch.training.stepping import OptimizerTap
+from fp8watch.training.uplink import Uplink
 
 logger = logging.getLogger(__name__)
 

@@ -9,34 +9,34 @@ from typing import Any
 
 import torch
 
-from fp8watch import report
 from fp8watch.actions.clip_control import ClipControl
 from fp8watch.actions.context import ActionContext
 from fp8watch.actions.lr_control import LrControl
 from fp8watch.actions.registry import build_actions
 from fp8watch.actions.skip_guard import SkipGuard
-from fp8watch.agreement import Agreement, ObserveOnly, SingleProcess
-from fp8watch.boundary import Boundary
 from fp8watch.capture import sources
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.controller import markers
-from fp8watch.data import Batches
-from fp8watch.disarm import Disarm
 from fp8watch.errors import CheckpointError, Halted
-from fp8watch.guard import Guard
 from fp8watch.identity import Identity, identify
-from fp8watch.journal import Journal
 from fp8watch.policy.schema import Policy
-from fp8watch.recorder import Recorder
-from fp8watch.session import Session
 from fp8watch.settings import Settings
-from fp8watch.stepping import OptimizerTap
+from fp8watch.training import report
+from fp8watch.training.agreement import Agreement, ObserveOnly, SingleProcess
+from fp8watch.training.boundary import Boundary
+from fp8watch.training.data import Batches
+from fp8watch.training.disarm import Disarm
+from fp8watch.training.guard import Guard
+from fp8watch.training.journal import Journal
+from fp8watch.training.recorder import Recorder
+from fp8watch.training.session import Session
+from fp8watch.training.stepping import OptimizerTap
+from fp8watch.training.uplink import Uplink
+from fp8watch.training.watch import Watch
 from fp8watch.transport import places
 from fp8watch.transport.channel import Channel
-from fp8watch.uplink import Uplink
-from fp8watch.watch import Watch
 
 logger = logging.getLogger(__name__)
 

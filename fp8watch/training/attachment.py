@@ -22,13 +22,14 @@ import torch
 from pydantic import ValidationError
 
 from fp8watch import policy as policies
-from fp8watch import report, rng
-from fp8watch.assemble import Arguments, assemble
+from fp8watch import rng
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.errors import BadInput
 from fp8watch.policy.load import parse, read
 from fp8watch.settings import Settings
-from fp8watch.watch import Watch
+from fp8watch.training import report
+from fp8watch.training.assemble import Arguments, assemble
+from fp8watch.training.watch import Watch
 
 logger = logging.getLogger(__name__)
 

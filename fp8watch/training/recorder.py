@@ -20,15 +20,15 @@ from fp8watch.capture.ring import Ring
 from fp8watch.capture.scalars import NotAScalar, Scalar, StepScalars
 from fp8watch.capture.source import Reading, Source
 from fp8watch.capture.update_size import UpdateSize
-from fp8watch.guard import Guard
 from fp8watch.records import Layout, StepFrame
+from fp8watch.training.guard import Guard
 
 BYTES_A_TENSOR = 64
 """All columns of one tensor with their validity, rounded up: five f4, four u8, one u1, ten flags."""
 
 
 class Recorder:
-    """Watches one model and optimizer; a `fp8watch.stepping.StepObserver`."""
+    """Watches one model and optimizer; a `fp8watch.training.stepping.StepObserver`."""
 
     def __init__(
         self,
