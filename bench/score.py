@@ -34,7 +34,8 @@ def findings(path: Path) -> list[tuple[int, str, str, int]]:
 
 def load_scorer(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("corpus_score", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -26,7 +26,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of model and data.")] = 0,
     fault_step: Annotated[int | None, typer.Option(help="Step in which the fault begins (half-way).")] = None,
     layer: Annotated[str | None, typer.Option(help="Where the fault is, for scenarios that have a layer.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda; FP8 is emulated on both.")] = "cpu",
     with_unwatched: Annotated[
         bool | None,
         typer.Option(
@@ -77,10 +77,12 @@ def _list(as_json: bool) -> None:
         ]  # fmt: skip
         typer.echo(json.dumps(rows))
         return
-    table = Table("scenario", "family", "what goes wrong", "--layer", "on replay")
+    table = Table()
+    for name, no_wrap in (("scenario", True), ("what goes wrong", False), ("family", True), ("--layer", True)):
+        table.add_column(name, no_wrap=no_wrap)
     for scenario in SCENARIOS.values():
         layer = (scenario.layer or "all") if scenario.takes_layer else "-"
-        table.add_row(scenario.name, scenario.family, scenario.summary, layer, scenario.recurs)
+        table.add_row(scenario.name, scenario.summary, scenario.family, layer)
     Console().print(table)
 
 

@@ -3,8 +3,10 @@
 Log values against a robust baseline (`fp8watch.detect.spike`), noise floor 10 %, of the norm that the optimizer
 gets: not more than the clip limit, where that is known. Single bursts are everyday life: a warning. To act takes
 5 hot points in a run that reach e^1.6 = 5x, or bursts that come again: two or more of at least 5x within 64 points
-that together rise by 4 powers of ten (two of 100x, three of 22x). The norm before clipping is acted on where it
-is 10,000x above, on its way to infinity, which no clipping can repair; from 1,000x on that is a warning.
+that together rise by 4 powers of ten (two of 100x, three of 22x), or a single one of 100x that a clip limit we
+know lets through (a log does not tell the limit, and healthy ones show such bursts). The norm before clipping is
+acted on where it is 10,000x above, on its way to infinity, which no clipping can repair; from 1,000x on that is a
+warning.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ BURST_DECADES = 4.0
 """Powers of ten that the bursts of the window rise above the centre, together."""
 BURST_WINDOW = 64
 """Points."""
+FELT_RISE = math.log(100)
+"""Rise of the norm after a known clip limit that is acted on in the point itself."""
 WARN_RAW_RISE, ACT_RAW_RISE = math.log(1e3), math.log(1e4)
 """Rise of the norm before clipping over the centre."""
 
@@ -73,7 +77,8 @@ class GradSpike:
         recurs = is_burst and len(state.bursts) >= BURSTS and decades >= BURST_DECADES
         if judged.severity is None and not recurs and raw_rise < WARN_RAW_RISE:
             return state, []
-        is_act = judged.severity == "act" or recurs or raw_rise > ACT_RAW_RISE
+        is_unbraked = math.isfinite(limit) and judged.z > HOT and judged.rise > FELT_RISE
+        is_act = judged.severity == "act" or recurs or is_unbraked or raw_rise > ACT_RAW_RISE
         return state, [
             Symptom(
                 detector=self.name,

@@ -1,8 +1,9 @@
 """loss_spike: the training loss leaves its own recent range upwards, and stays out.
 
-Log values against a robust baseline (`fp8watch.detect.spike`). One point far out that is back at the next is
-an outlier (an odd batch) and at most a warning; three points, or one where points are 25 steps or more apart
-and the rise is at least 25 %, are a spike. The noise floor is 1.5 % of the loss.
+The loss itself (its noise is additive, and losses near or below zero exist) against a robust baseline
+(`fp8watch.detect.spike`). One point far out that is back at the next is an outlier (an odd batch) and at most a
+warning; three points, or one where points are 25 steps or more apart and the rise is at least 25 %, are a spike.
+The noise floor is 1.5 % of the loss. Defaults: chosen on public training logs, see docs/detectors.md.
 """
 
 from __future__ import annotations

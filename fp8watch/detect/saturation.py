@@ -81,7 +81,7 @@ class Saturation:
         state.onset = {
             name: state.onset.get(name, sample.step)
             for i, name in enumerate(names)
-            if now[i] or act[i] or (name in state.onset and np.nanmax(state.depth.values[i], initial=-1.0) > 0)
+            if now[i] or act[i] or (name in state.onset and (state.depth.values[i] > WARN_LOG2).any())
         }
         hit = np.flatnonzero(act) if act.any() else np.flatnonzero(now)
         if not len(hit):

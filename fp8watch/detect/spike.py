@@ -1,9 +1,9 @@
-"""The rule that loss and gradient norm share: points far above their own robust baseline, on log values.
+"""The rule that loss and gradient norm share: points far above their own robust baseline.
 
-z = (log x - centre) / max(noise, floor). A point above `HOT` sigma is hot and is kept out of the baseline. A run
-of hot points is judged by its length and height (`SpikeRule`). A level that stays hot becomes the new baseline
-after `REBASE_AFTER` points, so that a run that settles elsewhere is watched again; until then the incident
-stays open.
+z = (x - centre) / noise, with x the loss itself or the logarithm of the norm, and noise the largest of the
+baseline's two and a floor. A point above `HOT` sigma is hot and is kept out of the baseline. A run of hot points is
+judged by its length and height (`SpikeRule`). A level that stays hot becomes the new baseline after `REBASE_AFTER`
+points, so that a run that settles elsewhere is watched again; until then the incident stays open.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class SpikeRule:
     """What makes a hot run a warning or a case to act."""
 
     floor: float
-    """Smallest noise believed, in units of log x: 0.015 is 1.5 % of the value."""
+    """Smallest noise believed, in units of x, or as a share of the centre where `is_linear`."""
     warn_sigma: float
     act_sigma: float
     act_points: int
     """Hot points the run must have to act: an outlier that heals at once does not get there."""
     act_rise: float
-    """Rise in log x that must be exceeded as well."""
+    """Rise in x that must be exceeded as well."""
     sparse_stride: int = 25
     """Steps between points from which on a single point stands for a stretch of training."""
     sparse_rise: float = 0.25
@@ -57,10 +57,8 @@ class SpikeState(msgspec.Struct):
     run_values: list[float] = []
     cold: int = 0
     is_act: bool = False
-    suspects: int = 0
-    """Points in a row just below `HOT` before the present one: the foot of a slow rise."""
     foot: list[int] = []
-    """Their steps."""
+    """Steps of the points in a row above half of `HOT` before the run: the foot of a slow rise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +67,14 @@ class Judged:
 
     z: float
     rise: float
-    """log x - centre."""
+    """x - centre."""
     severity: str | None
     onset_step: int
     num_hot: int
 
 
 def judge(state: SpikeState, rule: SpikeRule, step: int, value: float) -> Judged:
-    """Take one finite log value in; the state is updated in place."""
+    """Take one finite value in; the state is updated in place."""
     if state.last_step is not None and step > state.last_step:
         state.stride = step - state.last_step
     state.last_step = step

@@ -35,7 +35,7 @@ def _none(setting: Setting) -> Fault:
     return Fault()
 
 
-SHORT_WARMUP_STEPS = 10
+SHORT_WARMUP_STEPS = 5
 
 SCENARIOS = (
     Scenario(

@@ -6,6 +6,7 @@ earlier ones (`logging_nan_inf_filter`): such a series may look clean when the r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,6 @@ def _loads(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        import json
-
         return json.loads(text)
 
 
