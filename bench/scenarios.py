@@ -44,7 +44,7 @@ CAUSES = {
     "gradient-underflow": {"bookkeeping"},
     "lr-too-high": {"optimisation"},
     "short-warmup": {"optimisation"},
-    "grad-bursts": {"optimisation"},
+    "grad-bursts": {"optimisation", "unknown"},
     "bit-flip": {"hardware", "unknown"},
 }
 

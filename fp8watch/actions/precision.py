@@ -29,7 +29,9 @@ class Fp8Action:
         controls = self._context.controls
         if controls is None or not controls.modules():
             return "no FP8 module was found in the model"
-        return None
+        # A framework that keeps no scales says which actions it leaves nothing to do for, and why.
+        reasons: dict[str, str] = getattr(controls, "unavailable", {})
+        return reasons.get(self.name)
 
     def _controls(self) -> Fp8Controls:
         if reason := self.unavailable():

@@ -15,10 +15,11 @@ import torch
 
 from fp8watch.capture.controls import Fp8Controls
 from fp8watch.capture.source import Source
+from fp8watch.capture.torchao_scales import is_float8_linear
 
 logger = logging.getLogger(__name__)
 
-UNREAD = {"torchao.float8": "torchao float8 layers are not read by this version"}
+UNREAD = {"torchao.prototype": "torchao's prototype layers (MXFP8, NVFP4, blockwise) are not read by this version"}
 """Package of a module's class -> why it is not observed."""
 
 
@@ -74,15 +75,23 @@ def _is_transformer_engine(module: torch.nn.Module) -> bool:
 
 def _make_transformer_engine(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
     from fp8watch.capture.te_controls import TeControls
-    from fp8watch.capture.te_delayed import TeDelayedSource
+    from fp8watch.capture.te_source import TeSource
 
     controls = TeControls(model)
-    return TeDelayedSource(model), controls
+    return TeSource(model), controls
+
+
+def _make_torchao(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
+    from fp8watch.capture.torchao_controls import TorchaoControls
+    from fp8watch.capture.torchao_float8 import TorchaoSource
+
+    return TorchaoSource(model), TorchaoControls(model)
 
 
 _FRAMEWORKS: tuple[tuple[str, Callable[[torch.nn.Module], bool], Callable[[torch.nn.Module], Any]], ...] = (
     ("emulation", _is_emulated, _make_emulated),
     ("Transformer Engine", _is_transformer_engine, _make_transformer_engine),
+    ("torchao", is_float8_linear, _make_torchao),
 )
 
 
@@ -92,3 +101,13 @@ def _unread(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         for package, reason in UNREAD.items():
             if home == package or home.startswith(package + "."):
                 yield path, reason
+        if home.startswith("transformer_engine.pytorch.ops") and _quantizes(module):
+            yield path, "operations of te.ops are not read by this version"
+
+
+def _quantizes(operation: Any) -> bool:
+    """Whether an operation of te.ops has tensors to quantize (TE 2.20 `pytorch/ops/op.py`)."""
+    try:
+        return any(operation.num_quantizers(mode) for mode in ("forward", "backward"))
+    except (AttributeError, TypeError, ValueError):  # no operation, or another version's
+        return False

@@ -167,7 +167,8 @@ class TeControls:
         for tensor, amax in away.amax.items():
             key, fp8_max = ("scaling_bwd", E5M2.max) if tensor == "grad_output" else ("scaling_fwd", E4M3.max)
             state = module.fp8_meta.get(key)
-            if state is None or state.scale.numel() > 3:
+            scale = getattr(state, "scale", None)  # current and block scaling keep none
+            if scale is None or scale.numel() > 3:
                 continue
             slot = SLOTS[tensor]
             fresh = fp8_max / amax.to(state.scale.device, torch.float32) / 2.0**margin

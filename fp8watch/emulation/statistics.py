@@ -33,26 +33,33 @@ class CastStatistics:
 def quantize_and_count(
     values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, amax: torch.Tensor
 ) -> tuple[torch.Tensor, CastStatistics]:
-    """`quantize`, and what happened to the elements; `amax` is that of `values`."""
+    """`quantize`, and what happened to the elements; `amax` is that of `values`.
+
+    `scale` has one element, or broadcasts over `values` (a scale a row or a column).
+    """
     values = values.float()
     scaled = values * scale
     flat = values.reshape(-1)
     squared_values = torch.dot(flat, flat)
     may_saturate = may_be_nonfinite = True
     if values.device.type == "cpu":
-        may_saturate = bool(amax * scale > fmt.max)
+        may_saturate = scale.numel() > 1 or not bool(amax * scale <= fmt.max)
         may_be_nonfinite = not bool(torch.isfinite(squared_values))
     zero = torch.zeros((), dtype=torch.int64, device=values.device)
     saturated = _count_nonzero(scaled.abs() > fmt.max) if may_saturate else zero
     nonfinite = _count_nonzero(~torch.isfinite(values)) if may_be_nonfinite else zero
     codes = round_to_fp8(scaled.clamp(-fmt.max, fmt.max) if may_saturate else scaled, fmt, in_place=False)
-    error = scaled.sub_(codes).reshape(-1)
+    error = scaled.sub_(codes)
+    if scale.numel() > 1:
+        error = error.div_(scale)
+    error = error.reshape(-1)
+    squared_error = torch.dot(error, error)
     statistics = CastStatistics(
         quantized=torch.full((), values.numel(), dtype=torch.int64, device=values.device),
         saturated=saturated,
         underflowed=_count_nonzero(values) - _count_nonzero(codes),
         nonfinite=nonfinite,
-        squared_error=torch.dot(error, error) / (scale * scale),
+        squared_error=squared_error if scale.numel() > 1 else squared_error / (scale * scale).reshape(()),
         squared_values=squared_values,
     )
     return codes, statistics

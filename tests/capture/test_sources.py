@@ -47,7 +47,17 @@ def test_unknown_version_of_a_framework_is_named_with_the_error(monkeypatch):
     assert found.unseen[0].startswith("0: Transformer Engine: ")
 
 
+def test_te_operations_that_quantize_are_named():
+    home = {"__module__": "transformer_engine.pytorch.ops.basic.basic_linear"}
+    linear = type("BasicLinear", (nn.Linear,), {**home, "num_quantizers": lambda self, mode: 2})
+    bias = type("Bias", (nn.Linear,), {**home, "num_quantizers": lambda self, mode: 0})
+    odd = type("Odd", (nn.Linear,), home)
+    found = sources.find(nn.Sequential(linear(2, 2), bias(2, 2), odd(2, 2)))
+    assert found.unseen == ["0: operations of te.ops are not read by this version"]
+
+
 @pytest.mark.parametrize("framework", ["transformer_engine", "torchao"])
 def test_nothing_is_imported_that_the_model_does_not_use(framework):
+    loaded = {name for name in sys.modules if name.startswith(framework)}
     sources.find(torch.nn.Linear(2, 2))
-    assert framework not in sys.modules
+    assert {name for name in sys.modules if name.startswith(framework)} == loaded

@@ -35,7 +35,7 @@ def _none(setting: Setting) -> Fault:
     return Fault()
 
 
-SHORT_WARMUP_STEPS = 5
+SHORT_WARMUP_STEPS = 10
 
 SCENARIOS = (
     Scenario(
@@ -52,7 +52,7 @@ SCENARIOS = (
         make=_none,
         recurs="with the scheduler's position",
         takes_fault_step=False,
-        both={"peak_lr": 2e-2, "warmup_steps": 100},
+        both={"peak_lr": 1.2e-2, "warmup_steps": 100},
         faulty={"warmup_steps": SHORT_WARMUP_STEPS},
     ),
 )

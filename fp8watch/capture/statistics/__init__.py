@@ -1,0 +1,5 @@
+"""What casting a tensor to FP8 does to its elements: counts, error, crest; for steps in which somebody asks."""
+
+from fp8watch.capture.statistics.count import COUNTS, Item, TensorStatistics, count, count_many
+
+__all__ = ["COUNTS", "Item", "TensorStatistics", "count", "count_many"]

@@ -1,0 +1,127 @@
+"""Transformer Engine, whatever the recipes: delayed scaling by its update, recipes without state by their GEMMs.
+
+The tap on GEMM calls is put in only when a module is found to use a recipe without state, which is known after its
+first forward: a run that uses delayed scaling alone never pays for it, another one is seen from its second step on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fp8watch.capture.source import Reading
+from fp8watch.capture.te_delayed import TeDelayedSource
+from fp8watch.capture.te_gemm_tap import GemmTap
+from fp8watch.capture.te_stateless import TeStatelessSource
+from fp8watch.records import TensorColumn
+
+logger = logging.getLogger(__name__)
+
+EVERY_STEP_UNTIL, THEN_EVERY = 4, 64
+"""When modules are asked for their recipe: it may be changed in a live run, but seldom is."""
+
+
+class TeSource:
+    """Columns of delayed scaling first. `extension` and `tap` stand in for TE's own in tests."""
+
+    name = "transformer_engine"
+
+    def __init__(self, model: torch.nn.Module, *, extension: Any | None = None, tap: GemmTap | None = None) -> None:
+        self._model = model
+        self._delayed = TeDelayedSource(model, extension=extension)
+        self._stateless: TeStatelessSource | None = None
+        self._tap = tap
+        self._why_not: str | None = None
+        self._num_begins = 0
+        self._parts: tuple[Sequence[TensorColumn], Sequence[TensorColumn]] = ((), ())
+        self._columns: Sequence[TensorColumn] = ()
+
+    def columns(self) -> Sequence[TensorColumn]:
+        """The same object as long as neither part changes."""
+        delayed = self._delayed.columns()
+        stateless = self._stateless.columns() if self._stateless is not None else ()
+        if delayed is not self._parts[0] or stateless is not self._parts[1]:
+            self._parts = (delayed, stateless)
+            self._columns = [*delayed, *stateless] if stateless else delayed
+        return self._columns
+
+    def not_observable(self) -> Sequence[str]:
+        """Modules in neither part."""
+        missing = self._delayed.not_observable()
+        if self._stateless is None:
+            return [f"{entry} ({self._why_not})" for entry in missing] if self._why_not else missing
+        seen = self._stateless.modules
+        return [entry for entry in missing if entry.partition(": ")[0] not in seen]
+
+    def begin(self, *, with_statistics: bool) -> None:
+        """A new optimizer step."""
+        self._delayed.begin(with_statistics=with_statistics)
+        self._num_begins += 1
+        if self._stateless is not None:
+            self._stateless.begin(with_statistics=with_statistics)
+        elif self._why_not is None and (
+            self._num_begins <= EVERY_STEP_UNTIL or self._num_begins % THEN_EVERY == 0
+        ):  # fmt: skip
+            self._listen_if_needed()
+
+    def read(self) -> Reading | None:
+        """Both parts' numbers; a part that did not run counts as not observed."""
+        delayed = self._delayed.read()
+        stateless = self._stateless.read() if self._stateless is not None else None
+        if self._stateless is None or not self._stateless.columns():
+            return delayed
+        if delayed is None and stateless is None:
+            return None
+        lengths = (len(self._delayed.columns()), len(self._stateless.columns()))
+        if not lengths[0]:
+            return stateless
+        return _joined((delayed, stateless), lengths)
+
+    def detach(self) -> None:
+        """Leave both taps."""
+        self._delayed.detach()
+        if self._stateless is not None:
+            self._stateless.detach()
+
+    def _listen_if_needed(self) -> None:
+        if not any(_is_stateless(module) for module in self._model.modules()):
+            return
+        try:
+            self._stateless = TeStatelessSource(self._model, tap=self._tap)
+        except (ImportError, AttributeError) as error:
+            self._why_not = f"{type(error).__name__}: {error}"
+            logger.warning("fp8watch: scales of this Transformer Engine's GEMMs cannot be read: %s", error)
+
+
+def _is_stateless(module: Any) -> bool:
+    meta = getattr(module, "fp8_meta", None)
+    if not isinstance(meta, dict) or not getattr(module, "fp8", False):
+        return False
+    state = meta.get("scaling_fwd")
+    return state is not None and getattr(state, "scale", None) is None
+
+
+def _joined(parts: tuple[Reading | None, Reading | None], lengths: tuple[int, int]) -> Reading:
+    found = [part for part in parts if part is not None]
+    device = next(iter(found[0].values.values())).device
+    values: dict[str, torch.Tensor] = {}
+    valid: dict[str, torch.Tensor] = {}
+    for name in ("amax", "amax_last", "scale"):
+        pieces, flags = [], []
+        for part, length in zip(parts, lengths, strict=True):
+            if part is None:
+                pieces.append(torch.zeros(length, device=device))
+                flags.append(torch.zeros(length, dtype=torch.bool, device=device))
+            else:
+                pieces.append(part.values[name])
+                flags.append(part.valid[name])
+        values[name], valid[name] = torch.cat(pieces), torch.cat(flags)
+    return Reading(
+        values=values,
+        valid=valid,
+        updates_forward=max(part.updates_forward for part in found),
+        updates_backward=max(part.updates_backward for part in found),
+    )

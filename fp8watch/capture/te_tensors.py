@@ -1,0 +1,141 @@
+"""Scales in Transformer Engine's quantized tensors: attributes of one object into amax and scale.
+
+Recipes that keep no state leave their scales in the tensors they make (TE 2.20 `pytorch/tensor/storage/*.py`):
+
+| recipe | class | what is read |
+| --- | --- | --- |
+| current, delayed | `Float8TensorStorage` | `_scale_inv`, float32 [1] |
+| block | `Float8BlockwiseQTensorStorage` | `_rowwise_scale_inv`, `_columnwise_scale_inv`, float32 |
+| MXFP8 | `MXFP8TensorStorage` | the same names, uint8 E8M0: 2^(byte - 127), 0 padding, 255 NaN |
+| NVFP4 | `NVFP4TensorStorage` | `_amax_rowwise`, `_amax_columnwise`, float32 |
+
+The columnwise array is used where there is no rowwise one. Of a block format the worst block counts: the one with
+the largest amax, hence the smallest scale. With power-of-two scales (MXFP8 always, block by default) amax is known
+to a factor of two, and what is given is its upper bound.
+
+TE makes a scale of exactly 1 where amax is 0, infinite or NaN (`common/recipe/recipe_common.cuh`), so that a scale
+of 1 says nothing about amax: it is left out. Read on the CPU from objects of these layouts in tests; current and
+block scaling are to be tested on a GPU, the readers of MXFP8 and NVFP4 have not been run on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fp8watch.formats import E4M3, E5M2
+
+UNKNOWN_SCALE = 1.0
+"""See the module's docstring."""
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+_SCALES = ("_rowwise_scale_inv", "_columnwise_scale_inv")
+
+Kind = Literal["current", "block", "mxfp8", "nvfp4"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorScales:
+    """What one quantized tensor says. No synchronisation has taken place."""
+
+    recipe: Kind
+    """`current` also for a tensor quantized with delayed scaling."""
+    fp8_format: str
+    """Key of `fp8watch.formats.FORMATS`; of NVFP4 the format of its block scales."""
+    worst: torch.Tensor
+    """0-d float32: 1 / scale of the worst block, 0 unknown, NaN where a block's scale is; of NVFP4 the amax."""
+
+    @property
+    def fp8_max(self) -> float:
+        """Largest magnitude of the format."""
+        return (E5M2 if self.fp8_format == "e5m2" else E4M3).max
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """0-d float32; 0 unknown."""
+        return self.worst if self.recipe == "nvfp4" else self.worst * self.fp8_max
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """0-d float32, infinite where unknown; None for NVFP4, which has a scale of two levels."""
+        return None if self.recipe == "nvfp4" else self.worst.reciprocal()
+
+
+def is_delayed(tensor: Any) -> bool:
+    """Whether the tensor was quantized with delayed scaling, whose scales have a source of their own."""
+    return type(getattr(tensor, "_quantizer", None)).__name__ == "Float8Quantizer"
+
+
+def scale_addresses(tensor: Any) -> Iterator[int]:
+    """Addresses of the tensor's scale arrays: they tell a tensor that comes back in another wrapper."""
+    for name in ("_scale_inv", *_SCALES):
+        array = getattr(tensor, name, None)
+        if isinstance(array, torch.Tensor) and array.numel():
+            yield array.data_ptr()
+
+
+def read_scales(tensor: Any, *, raw: bool = False) -> TensorScales | None:
+    """Scales of a quantized tensor (or storage); None for a plain tensor.
+
+    `raw` leaves scales of exactly 1 in where there is one scale a tensor, for a caller that sorts them out for many
+    tensors at once. Raises nothing for a layout that is not known: None.
+    """
+    fmt = "e5m2" if "E5M2" in str(getattr(tensor, "_fp8_dtype", "")) else "e4m3"
+    per_tensor = getattr(tensor, "_scale_inv", None)
+    if isinstance(per_tensor, torch.Tensor) and per_tensor.numel():
+        worst = per_tensor.detach().reshape(-1)[0] if per_tensor.numel() == 1 else per_tensor.detach().amax()
+        return TensorScales(recipe="current", fp8_format=fmt, worst=worst if raw else _without_unknown(worst))
+    amax = _first(tensor, ("_amax_rowwise", "_amax_columnwise"))
+    if amax is not None:
+        return TensorScales(recipe="nvfp4", fp8_format="e4m3", worst=amax.amax().float())
+    scales = _first(tensor, _SCALES)
+    if scales is None:
+        return None
+    if scales.dtype == torch.uint8:
+        return TensorScales(recipe="mxfp8", fp8_format=fmt, worst=_worst_e8m0(scales))
+    if scales.is_floating_point():
+        return TensorScales(recipe="block", fp8_format=fmt, worst=_without_unknown(scales.float()).amax())
+    return None
+
+
+def scale_range(tensor: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Smallest and largest scale among the blocks (0-d float32), padding and unknown ones left out.
+
+    Both infinite where no block has a known scale. None for NVFP4 and for plain tensors.
+    """
+    scales = _first(tensor, ("_scale_inv", *_SCALES))
+    if scales is None or _first(tensor, ("_amax_rowwise", "_amax_columnwise")) is not None:
+        return None
+    inverse = _from_e8m0(scales) if scales.dtype == torch.uint8 else scales.float()
+    is_known = (inverse != UNKNOWN_SCALE) & (inverse > 0)
+    if scales.dtype == torch.uint8:
+        is_known = inverse > 0  # a power of two like any other
+    largest = torch.where(is_known, inverse, 0.0).amax().reciprocal()
+    smallest = torch.where(is_known, inverse, torch.inf).amin()
+    return largest, torch.where(smallest == torch.inf, torch.inf, smallest.reciprocal())
+
+
+def _first(tensor: Any, names: tuple[str, ...]) -> torch.Tensor | None:
+    for name in names:
+        array = getattr(tensor, name, None)
+        if isinstance(array, torch.Tensor) and array.numel():
+            return array.detach()
+    return None
+
+
+def _without_unknown(inverse: torch.Tensor) -> torch.Tensor:
+    return torch.where(inverse == UNKNOWN_SCALE, 0.0, inverse)
+
+
+def _worst_e8m0(scales: torch.Tensor) -> torch.Tensor:
+    largest = scales.amax()
+    return torch.where(largest == 0, 0.0, _from_e8m0(largest))
+
+
+def _from_e8m0(scales: torch.Tensor) -> torch.Tensor:
+    """uint8 -> float32; 0 (padding, or a block of zeros) stays 0."""
+    values = torch.exp2(scales.float() - _E8M0_BIAS)
+    values = torch.where(scales == _E8M0_NAN, torch.nan, values)
+    return torch.where(scales == 0, 0.0, values)

@@ -1,0 +1,267 @@
+"""torchao float8 training: amax and scale of every cast of every `Float8Linear`, as they pass.
+
+Eager layers are tapped (`torchao_taps`), compiled ones note their own amax (`torchao_compiled`). A cast is matched
+to its layer by the identity of the layer's `linear_mm_config`, which torchao makes anew for every layer and
+hands to every cast, forward and backward; nothing is kept of a tensor but its amax and scale.
+
+A scale belongs to one cast. A column shows the largest amax of the step and the scale made from it, the smallest:
+with rowwise scales that is the worst row, with several micro-batches the worst of them. A layer that has not run
+has no column and is named; it is never shown as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+from fp8watch.capture.blocks import block_of
+from fp8watch.capture.cast_log import CastLog
+from fp8watch.capture.host_flags import HostFlags
+from fp8watch.capture.source import Reading
+from fp8watch.capture.statistics import COUNTS, TensorStatistics, count
+from fp8watch.capture.torchao_compiled import CompiledNotes
+from fp8watch.capture.torchao_scales import CastRecipe, ScaleRule, cast_recipe, is_float8_linear
+from fp8watch.capture.torchao_taps import Phase, taps
+from fp8watch.emulation.cast import measure_amax
+from fp8watch.records import TensorColumn
+
+TENSORS: tuple[Literal["input", "weight", "grad_output"], ...] = ("input", "weight", "grad_output")
+
+LOOK_AGAIN_EVERY = 64
+"""Steps between walks through the model for layers that came or went."""
+
+
+class TorchaoSource:
+    """Source for the `Float8Linear` layers that `model` has when it is made (listening starts at once).
+
+    Raises `ImportError` or `AttributeError` where this torchao is laid out otherwise.
+    """
+
+    name = "torchao.float8"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._names = {module: name for name, module in model.named_modules() if is_float8_linear(module)}
+        self._modules: list[Any] = list(self._names)
+        owners: dict[int, list[int]] = {}
+        for i, module in enumerate(self._modules):
+            owners.setdefault(id(module.linear_mm_config), []).append(i)
+        self._position = {owner: indices[0] for owner, indices in owners.items() if len(indices) == 1}
+        self._ambiguous = {i for indices in owners.values() if len(indices) > 1 for i in indices}
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        num = len(TENSORS) * len(self._modules)
+        self._log = CastLog(num, self._device)
+        self._rule = ScaleRule(self._modules, TENSORS, self._device)
+        self._counts = torch.zeros(len(COUNTS), num, dtype=torch.int64, device=self._device)
+        self._squares = torch.zeros(2, num, device=self._device)
+        self._is_counting = False
+        self._is_high_precision = [False] * num
+        self._calls: dict[Phase, list[int]] = {}
+        self._gradients = [0] * len(self._modules)
+        self._recipes: list[tuple[Any, CastRecipe] | None] = [None] * len(self._modules)
+        self._seen: set[int] = set()
+        """Modules that a tap has seen run, ever."""
+        self._was_compiled: set[int] = set()
+        """Modules whose graph has noted something, ever; known a step late on an accelerator."""
+        self._flags = HostFlags()
+        self._shown: list[int] = []
+        self._columns: list[TensorColumn] = []
+        self._shown_as: object = None
+        self._index: torch.Tensor | None = None
+        self._num_reads = 0
+        self._missing: list[str] = []
+        self._looked_at: object = None
+        self._notes = CompiledNotes(self._modules)
+        self.begin(with_statistics=False)
+        try:
+            taps.add(self)
+        except Exception:
+            self._notes.remove()
+            raise
+
+    def columns(self) -> Sequence[TensorColumn]:
+        """Three a layer that has run (known from the first reading on): input, weight, grad_output."""
+        return self._columns
+
+    def not_observable(self) -> Sequence[str]:
+        """Layers that have not run, that came later, or that cannot be told apart.
+
+        The model is walked when what is shown has changed, and once in a while.
+        """
+        due = (self._num_reads // LOOK_AGAIN_EVERY, min(self._num_reads, 1), self._shown_as)
+        if due != self._looked_at:
+            self._looked_at = due
+            self._missing = list(self._look_for_missing())
+        return self._missing
+
+    def _look_for_missing(self) -> Iterator[str]:
+        now = {module: name for name, module in self._model.named_modules() if is_float8_linear(module)}
+        yield from (f"{name}: no longer in the model" for module, name in self._names.items() if module not in now)
+        yield from (f"{name}: converted after attach" for module, name in now.items() if module not in self._names)
+        if self._num_reads == 0:
+            return
+        shown = set(self._shown)
+        for i, module in enumerate(self._modules):
+            if i in self._ambiguous:
+                yield f"{self._names[module]}: shares its linear_mm_config with another layer"
+            elif i not in shown and module in now:
+                yield (
+                    f"{self._names[module]}: has not run in training since attach"
+                    " (never called, or traced by torch.compile before attach: attach first)"
+                )
+
+    def begin(self, *, with_statistics: bool) -> None:
+        """A new optimizer step."""
+        self._is_counting = with_statistics
+        self._log.clear()
+        if with_statistics:
+            self._counts.zero_()
+            self._squares.zero_()
+        self._is_high_precision = [False] * len(self._is_high_precision)
+        self._calls = {phase: [0] * len(self._modules) for phase in ("forward", "recompute")}
+        self._gradients = [0] * len(self._modules)
+        if self._may_be_compiled():
+            self._notes.clear()
+
+    def read(self) -> Reading | None:
+        """This step's numbers; None when no layer ran, or only compiled ones that are not known yet."""
+        self._num_reads += 1
+        noted = self._notes.gather() if self._may_be_compiled() else None
+        if noted is not None:
+            self._flags.offer((~(noted[0] < 0)).view(len(self._modules), len(TENSORS)).any(1))
+        if (flags := self._flags.take()) is not None:
+            self._was_compiled |= {i for i, flag in enumerate(flags) if flag and i not in self._ambiguous}
+        self._show()
+        if not self._shown or not (self._log or self._was_compiled):
+            return None
+        amax, amax_last, scale, has_cast = self._log.total()
+        was_cast = has_cast & (scale < torch.inf)
+        high_precision = torch.tensor(self._is_high_precision, pin_memory=self._device.type == "cuda")
+        high_precision = high_precision.to(self._device, non_blocking=True)
+        if noted is not None:
+            # A cast that a tap saw itself is preferred; a compiled layer's scale is what its recipe makes of amax.
+            notes, precision = noted
+            by_graph = ~(notes < 0) & ~has_cast
+            amax, amax_last = torch.where(by_graph, notes, amax), torch.where(by_graph, notes, amax_last)
+            scale = torch.where(by_graph, self._rule.scale(notes), scale)
+            high_precision = torch.where(by_graph, precision == 1, high_precision)
+            has_cast, was_cast = has_cast | by_graph, was_cast | (by_graph & self._rule.is_cast & (precision == 0))
+        values = {
+            "amax": amax,
+            "amax_last": amax_last,
+            "scale": scale,
+            "high_precision": high_precision.to(torch.uint8),
+        }
+        valid = {"amax": has_cast, "amax_last": has_cast, "scale": was_cast, "high_precision": has_cast}
+        if self._is_counting:
+            error, signal = self._squares
+            values |= dict(zip(COUNTS, self._counts, strict=True))
+            values |= {"mse": error / self._counts[0].clamp(min=1), "snr": 10.0 * torch.log10(signal / error)}
+            valid |= dict.fromkeys((*COUNTS, "mse", "snr"), self._counts[0] > 0)
+        if self._index is not None:
+            values = {name: tensor[self._index] for name, tensor in values.items()}
+            valid = {name: tensor[self._index] for name, tensor in valid.items()}
+        return Reading(
+            values=values,
+            valid=valid,
+            updates_forward=max(*self._calls["forward"], 0) or max(*self._calls["recompute"], 0) or 1,
+            updates_backward=max([self._num_backward(i) for i in range(len(self._modules))]) or 1,
+        )
+
+    def detach(self) -> None:
+        """Leave the tap and take the notes off the layers."""
+        taps.remove(self)
+        self._notes.remove()
+
+    def _may_be_compiled(self) -> bool:
+        return bool(self._was_compiled) or len(self._seen) < len(self._modules)
+
+    # --- tap --------------------------------------------------------------------------------------
+
+    def on_cast(
+        self, owner: int, role: str, phase: Phase, *, amax: torch.Tensor | None, scale: torch.Tensor,
+        values: torch.Tensor, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """See `fp8watch.capture.torchao_taps.Tap`."""
+        i = self._position.get(owner)
+        if i is None or phase == "evaluation" or role not in TENSORS:
+            return
+        column = i * len(TENSORS) + TENSORS.index(role)
+        is_first = self._note_call(i, role, phase)
+        self._log.add(column, amax=amax, scale=scale, fp8_max=torch.finfo(dtype).max)
+        if self._is_counting and is_first:
+            self._add(column, count(values, scale, dtype))
+
+    def on_high_precision(self, owner: int, role: str, phase: Phase, values: torch.Tensor) -> None:
+        """See `fp8watch.capture.torchao_taps.Tap`."""
+        i = self._position.get(owner)
+        if i is None or phase == "evaluation" or role not in TENSORS:
+            return
+        column = i * len(TENSORS) + TENSORS.index(role)
+        self._note_call(i, role, phase)
+        self._is_high_precision[column] = True
+        self._log.add(column, amax=measure_amax(values), scale=None, fp8_max=1.0)
+
+    def _note_call(self, i: int, role: str, phase: Phase) -> bool:
+        """Count, and whether this is the cast of its tensor whose elements are to be counted in this micro-batch.
+
+        Each operand is cast once a GEMM it takes part in, and again by a recomputation, which may be the only
+        forward with gradients there is (reentrant checkpointing).
+        """
+        self._seen.add(i)
+        if role == "grad_output":
+            self._gradients[i] += 1
+            return (self._gradients[i] - 1) % max(self._recipe(i).gradient_casts, 1) == 0
+        if phase in self._calls and role == "input":
+            self._calls[phase][i] += 1
+        return phase == "forward" or (phase == "recompute" and self._calls["forward"][i] == 0)
+
+    def _num_backward(self, i: int) -> int:
+        return -(-self._gradients[i] // max(self._recipe(i).gradient_casts, 1))
+
+    def _recipe(self, i: int) -> CastRecipe:
+        config = self._modules[i].config
+        known = self._recipes[i]
+        if known is None or known[0] is not config:
+            known = self._recipes[i] = (config, cast_recipe(self._modules[i]))
+        return known[1]
+
+    def _add(self, column: int, statistics: TensorStatistics) -> None:
+        counts = torch.stack([getattr(statistics, name) for name in COUNTS])
+        squares = torch.stack([statistics.squared_error, statistics.squared_values])
+        self._counts[:, column].add_(counts.to(self._device))
+        self._squares[:, column].add_(squares.to(self._device))
+
+    # --- layout -----------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        """Columns of the layers seen so far; the same list as long as nothing has changed."""
+        state = (
+            frozenset(self._seen),
+            frozenset(self._was_compiled),
+            tuple(id(module.config) for module in self._modules),
+        )
+        if state == self._shown_as:
+            return
+        self._shown_as = state
+        self._shown = [i for i in range(len(self._modules)) if i in self._seen or i in self._was_compiled]
+        self._rule = ScaleRule(self._modules, TENSORS, self._device)
+        self._columns = [self._column(i, tensor) for i in self._shown for tensor in TENSORS]
+        self._index = None
+        if len(self._shown) < len(self._modules):
+            kept = [i * len(TENSORS) + k for i in self._shown for k in range(len(TENSORS))]
+            pinned = torch.tensor(kept, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            self._index = pinned.to(self._device, non_blocking=True)
+
+    def _column(self, i: int, tensor: Literal["input", "weight", "grad_output"]) -> TensorColumn:
+        name = self._names[self._modules[i]]
+        return TensorColumn(
+            module=name,
+            tensor=tensor,
+            block=block_of(name),
+            fp8_format=self._recipe(i).formats[tensor],
+            recipe="current",
+            source="tapped" if i in self._seen else "measured",
+        )

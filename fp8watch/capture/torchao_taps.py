@@ -1,0 +1,200 @@
+"""One set of patches a process on torchao's float8 training casts, shared by all watches.
+
+torchao keeps no scale: `Float8Linear` computes one a cast and forgets it. Every scale passes
+`hp_tensor_and_scale_to_float8` (torchao 0.18 `float8/float8_scaling_utils.py`; with FP8 all-gather also
+`float8/fsdp_utils.py`), and the amax it was made from passes `float8_utils.amax_to_scale` just before. Both are
+looked up as globals of the calling module at each call, so replacing them there works for layers built earlier.
+`Float8Linear.forward` is wrapped as well, for two things no cast can tell: whether gradients are on (inside an
+`autograd.Function` they never are), and, while a graph is traced, which layer it is.
+
+Under `torch.compile` these functions run while tracing only, on fake tensors, which are let through unseen; see
+`fp8watch.capture.torchao_compiled` for what is done instead. The patches add no graph break.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+import torch
+
+from fp8watch.capture.torchao_compiled import noted_forward
+
+logger = logging.getLogger(__name__)
+
+CASTS = ("torchao.float8.float8_scaling_utils", "torchao.float8.fsdp_utils")
+"""Modules in whose namespace the cast is looked up; the first must have it, the second where it exists."""
+CAST = "hp_tensor_and_scale_to_float8"
+TO_SCALE = ("torchao.float8.float8_utils", "amax_to_scale")
+
+
+Phase = Literal["forward", "recompute", "backward", "evaluation"]
+"""When a cast happened; `recompute` is a forward inside a backward pass. FP8 all-gather counts as `forward`."""
+
+
+class Tap(Protocol):
+    """Listener. Called on the thread of the cast (autograd's in a backward pass); must not change what it gets."""
+
+    def on_cast(
+        self, owner: int, role: str, phase: Phase, *, amax: torch.Tensor | None, scale: torch.Tensor,
+        values: torch.Tensor, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """`owner`: identity of the layer's `linear_mm_config`; `role`: input, weight or grad_output.
+
+        `amax` (None: the scale was made elsewhere) and `scale` have one element, or one a row or column.
+        """
+
+    def on_high_precision(self, owner: int, role: str, phase: Phase, values: torch.Tensor) -> None:
+        """A layer that `torchao_controls` keeps in BF16 ran on `values`: nothing was cast."""
+
+
+class _Local(threading.local):
+    is_forward = False
+    """Inside a `Float8Linear.forward`."""
+    is_evaluation = False
+    """That forward runs without gradients."""
+    last: tuple[Any, Any] = (None, None)
+    """Scale and the amax it was made from, of the cast under way on this thread."""
+
+
+class CastTaps:
+    """The patches; put in by the first tap and taken out by the last."""
+
+    def __init__(self) -> None:
+        self._taps: tuple[Tap, ...] = ()
+        self._local = _Local()
+        self._lock = threading.Lock()
+        self._patched: list[tuple[Any, str, Any, Any]] = []
+        """Holder, attribute, original, ours."""
+        self.num_failures = 0
+        """Taps that raised and were dropped."""
+
+    def add(self, tap: Tap) -> None:
+        """Listen from now on. Raises `ImportError` or `AttributeError` where this torchao has no such cast."""
+        with self._lock:
+            if not self._patched:
+                self._install()
+            self._taps = (*self._taps, tap)
+
+    def remove(self, tap: Tap) -> None:
+        """Stop; nothing happens if it does not listen."""
+        with self._lock:
+            self._taps = tuple(other for other in self._taps if other is not tap)
+            if not self._taps:
+                self._uninstall()
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether any patch is in place."""
+        return bool(self._patched)
+
+    def _install(self) -> None:
+        linear = importlib.import_module("torchao.float8.float8_linear").Float8Linear
+        scaling = importlib.import_module(TO_SCALE[0])
+        places: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
+            (importlib.import_module(CASTS[0]), CAST, self._tapped_cast),
+            (scaling, TO_SCALE[1], self._tapped_scale),
+            (linear, "forward", self._tapped_forward),
+        ]
+        for holder, name, _ in places:
+            getattr(holder, name)
+        fsdp = importlib.import_module(CASTS[1])
+        if hasattr(fsdp, CAST):
+            places.append((fsdp, CAST, self._tapped_cast))
+        for holder, name, make in places:
+            original = getattr(holder, name)
+            ours = make(original)
+            setattr(holder, name, ours)
+            self._patched.append((holder, name, original, ours))
+
+    def _uninstall(self) -> None:
+        # Somebody who patched on top of us keeps ours underneath: without taps it only hands on.
+        left = []
+        for holder, name, original, ours in self._patched:
+            if getattr(holder, name) is ours:
+                setattr(holder, name, original)
+            else:
+                left.append((holder, name, original, ours))
+        self._patched = left
+
+    def _tapped_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def amax_to_scale(amax: torch.Tensor, *args: Any, **options: Any) -> Any:
+            scale = original(amax, *args, **options)
+            if not torch.compiler.is_compiling():
+                self._local.last = (scale, amax)
+            return scale
+
+        return amax_to_scale
+
+    def _tapped_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def hp_tensor_and_scale_to_float8(
+            hp_tensor: torch.Tensor, s: torch.Tensor, float8_dtype: torch.dtype, linear_mm_config: Any = None,
+            *args: Any, **options: Any,
+        ) -> Any:  # fmt: skip
+            if not torch.compiler.is_compiling():
+                role = args[0] if args else options.get("gemm_input_role")
+                self._tell(hp_tensor, s, float8_dtype, linear_mm_config, str(getattr(role, "value", role)))
+            return original(hp_tensor, s, float8_dtype, linear_mm_config, *args, **options)
+
+        return hp_tensor_and_scale_to_float8
+
+    def _tell(self, values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, config: Any, role: str) -> None:
+        made, amax = self._local.last
+        self._local.last = (None, None)
+        known = amax if made is scale else None
+        for tap in self._taps:
+            try:
+                tap.on_cast(id(config), role, self._phase(), amax=known, scale=scale, values=values, dtype=dtype)
+            except Exception:
+                self._drop(tap)
+
+    def tell_high_precision(self, owner: int, role: str, values: torch.Tensor) -> None:
+        """A layer in BF16 says what it ran on (it has no cast that could be seen)."""
+        for tap in self._taps:
+            try:
+                tap.on_high_precision(owner, role, self._phase(), values)
+            except Exception:
+                self._drop(tap)
+
+    @contextlib.contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Around the forward of a layer, on its thread."""
+        local = self._local
+        before = (local.is_forward, local.is_evaluation)
+        local.is_forward, local.is_evaluation = True, not torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            local.is_forward, local.is_evaluation = before
+
+    def _phase(self) -> Phase:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if not self._local.is_forward:
+            return "backward" if is_in_backward else "forward"
+        if self._local.is_evaluation and not is_in_backward:
+            return "evaluation"
+        return "recompute" if is_in_backward else "forward"
+
+    def _drop(self, tap: Tap) -> None:
+        self.num_failures += 1
+        logger.warning("fp8watch: a tap on torchao's casts failed and is switched off", exc_info=True)
+        self._taps = tuple(other for other in self._taps if other is not tap)
+
+    def _tapped_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        taps = self
+
+        def forward(self: torch.nn.Module, input: torch.Tensor) -> Any:
+            if torch.compiler.is_compiling():
+                return noted_forward(original, self, input)
+            with taps.in_forward():
+                return original(self, input)
+
+        return forward
+
+
+taps = CastTaps()
+"""The process's own."""

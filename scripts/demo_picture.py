@@ -1,0 +1,33 @@
+"""Runs the demo and keeps its last screen as docs/images/demo.svg, the picture in the README.
+
+    python scripts/demo_picture.py [SCENARIO]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from fp8watch.demo.plan import make_plan
+from fp8watch.demo.runner import run_plan
+from fp8watch.demo.screen import closing_table, render
+
+OUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "demo.svg"
+
+
+def main() -> None:
+    scenario = sys.argv[1] if len(sys.argv) > 1 else "frozen-scale"
+    plan = make_plan(
+        scenario=scenario, policy="auto", steps=None, seed=0, fault_step=None, layer=None, device="cpu"
+    )  # fmt: skip
+    progress = run_plan(plan, with_unwatched=True)
+    console = Console(record=True, width=118, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(progress, width=118))
+    console.print(closing_table(progress))
+    OUT.write_text(console.export_svg(title="make demo"))
+
+
+if __name__ == "__main__":
+    main()

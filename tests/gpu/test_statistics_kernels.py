@@ -1,0 +1,60 @@
+"""The fused counting kernel against torch, to the bit: on a GPU, and in Triton's interpreter where Triton is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kernel_cases import differences, groups
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_interpreted_kernel_counts_what_torch_counts():
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "kernel_cases.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip().endswith("equal")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_kernel_counts_what_torch_counts():
+    from fp8watch.capture.statistics import count_many, kernels
+
+    for items in groups("cuda", 1 << 22):
+        assert all(kernels.fits(item) for item in items)
+        assert differences(kernels.launch(items), items) == []
+        assert differences(count_many(items), items) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_transposed_weight_is_counted_where_it_lies_and_nothing_waits():
+    from fp8watch.capture.statistics import Item, count_many
+    from fp8watch.formats import E4M3
+
+    weight = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    scale = (448 / weight.float().abs().amax(1)).reshape(1, -1)
+    items = [Item(values=weight.t(), scale=scale, fmt=E4M3)] * 3
+    count_many(items)  # compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = count_many(items)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert differences(found, items) == []
