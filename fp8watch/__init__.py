@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp8watch.checkpoints import Checkpoints
-    from fp8watch.errors import Halted
+    from fp8watch.errors import Halted, RanksApart
     from fp8watch.training.attachment import attach
     from fp8watch.training.watch import Watch
 
 __version__ = "0.1.0"
-__all__ = ["Checkpoints", "Halted", "Watch", "__version__", "attach"]
+__all__ = ["Checkpoints", "Halted", "RanksApart", "Watch", "__version__", "attach"]
 
 _HOME = {
     "attach": "fp8watch.training.attachment",
     "Checkpoints": "fp8watch.checkpoints",
     "Halted": "fp8watch.errors",
+    "RanksApart": "fp8watch.errors",
     "Watch": "fp8watch.training.watch",
 }
 

@@ -51,3 +51,17 @@ class Halted(SystemExit):
 
     def __str__(self) -> str:
         return f"fp8watch halted the run: {self.reason}"
+
+
+class RanksApart(Halted):
+    """Other ranks may have carried out a command that this one has not, and they cannot be asked any more.
+
+    Exit code 85: to be restarted, all ranks together. Unlike a halt it needs nobody to release the run.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.code = EXIT_RESTART
+
+    def __str__(self) -> str:
+        return f"fp8watch stopped this rank: {self.reason}"

@@ -43,6 +43,14 @@ class Settings(BaseSettings):
     connect_seconds: float = Field(default=20.0, gt=0)
     """How long the transport thread tries to reach an agent before it reports it absent (it goes on trying)."""
 
+    join_seconds: float = Field(default=60.0, gt=0)
+    """With several ranks and a policy that acts: how long attach waits for the other ranks to attach too. After
+    that the run is only observed."""
+
+    agreement_seconds: float = Field(default=600.0, gt=0)
+    """How long a rank waits for the others at a step boundary (as long as NCCL's own default): ranks that train
+    together are never a step apart, and a rank that has died is noticed at once."""
+
     end_grace_seconds: float = Field(default=10.0, gt=0)
     """What the embedded process has to record the end after the last rank's socket closed."""
 

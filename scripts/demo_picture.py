@@ -1,6 +1,6 @@
 """Runs the demo and keeps its last screen as docs/images/demo.svg, the picture in the README.
 
-    python scripts/demo_picture.py [SCENARIO]
+python scripts/demo_picture.py [SCENARIO]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ OUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "demo.svg"
 
 
 def main() -> None:
+    """Run, draw, write."""
     scenario = sys.argv[1] if len(sys.argv) > 1 else "frozen-scale"
     plan = make_plan(
         scenario=scenario, policy="auto", steps=None, seed=0, fault_step=None, layer=None, device="cpu"

@@ -5,10 +5,13 @@ as they are. Fused optimizers on an accelerator take the decision on the device 
 `torch.amp.GradScaler`): no synchronisation. Others cost one scalar read a step while the guard is armed, which
 on a CPU is free. At most `max_in_a_row` updates are left out in a row; then the guard lets go and says so,
 because a run that skips for ever makes no progress and hides the fault.
+
+In a run of several ranks all leave an update out or none does: each asks the others (`ask_peers`) before the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +53,9 @@ class SkipGuard:
         self._put_found_inf = False
         self._was_asked = False
         self._clip_calls = 0
+        self.ask_peers: Callable[[bool, bool], bool] | None = None
+        """In a run of several ranks: (this rank's gradients are bad, it may act) -> every rank leaves the update out.
+        Called by all ranks at each update while the guard is armed."""
 
     def unavailable(self) -> str | None:
         """Why it cannot guard; None: it can."""
@@ -90,8 +96,11 @@ class SkipGuard:
         """Host path: whether the last update went through, not finite, because too many in a row were left out."""
         return self._has_let_go
 
-    def before_step(self) -> bool:
-        """True: leave this update out. On the device path always False, and the kernel leaves it out."""
+    def before_step(self, *, may_act: bool = True) -> bool:
+        """True: leave this update out. On the device path always False, and the kernel leaves it out.
+
+        `may_act` False: nothing is left out, but the other ranks are still answered.
+        """
         self._was_asked = True
         self._skipped = False
         self._has_let_go = False
@@ -100,13 +109,16 @@ class SkipGuard:
         self._consulted += 1
         if getattr(self._optimizer, "found_inf", None) is not None:
             return False  # a GradScaler has decided already
-        flag = self._not_finite()
-        if flag is None:
-            return False
-        if self._decides_on_device(flag):
-            self._decide_on_device(flag)
-            return False
-        is_bad = bool(flag)
+        if self.ask_peers is not None:
+            is_bad = self._ask_peers(self.ask_peers, may_act=may_act)
+        else:
+            flag = self._not_finite()
+            if flag is None:
+                return False
+            if self._decides_on_device(flag):
+                self._decide_on_device(flag)
+                return False
+            is_bad = bool(flag)
         in_a_row = int(self._in_a_row)
         if not is_bad:
             self._in_a_row = 0
@@ -118,6 +130,16 @@ class SkipGuard:
         self._total = self._total + 1
         self._skipped = True
         return True
+
+    def _ask_peers(self, ask: Callable[[bool, bool], bool], *, may_act: bool) -> bool:
+        """Reads the flag on the host also for fused optimizers: the others are asked before the kernel starts."""
+        is_bad = False
+        try:
+            flag = self._not_finite()
+            is_bad = flag is not None and bool(flag)
+        finally:  # the others wait for an answer, whatever went wrong here
+            is_bad = ask(is_bad, may_act)
+        return is_bad
 
     def after_step(self) -> None:
         """Take back what `before_step` put into the optimizer. Also called for an update it was not asked about."""

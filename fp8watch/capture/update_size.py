@@ -2,8 +2,8 @@
 
 The sample is copied after `optimizer.step` on the parameters' device and reduced there; nothing is waited for. The
 copy made after one step serves as the one before the next, unless a parameter was written to in between (its version
-counter tells), as a rollback or a swap of weights does. The same sample tells whether parameters are still finite. No random numbers are
-drawn: the elements are evenly spaced, so training's RNG is untouched.
+counter tells), as a rollback or a swap of weights does. The same sample tells whether parameters are still finite. No
+random numbers are drawn: the elements are evenly spaced, so training's RNG is untouched.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from fp8watch.detect.base import Sample
 from fp8watch.policy.budgets import Spent
 from fp8watch.policy.state import Decision, InForce, PolicyState
 from fp8watch.policy.view import View
-from fp8watch.records import ActionRecord, Command, CommandResult, Stored
+from fp8watch.records import ActionRecord, Command, CommandResult, RunRecord, Stored
 
 _STATUS = {"apply": "sent", "propose": "proposed", "wait": "waiting"}
 _REVERTIBLE = frozenset({"hold_lr", "tighten_clip", "raise_margin", "bf16_layers", "bf16_all", "checkpoint_cadence"})
@@ -141,6 +141,13 @@ class ActionLog:
             layers = ", ".join(conclusion.command.params.get("layers", ()))
             self._put(known, reason=_join(known.reason, f"{layers} returned to FP8"))
 
+    def expire(self, action_ids: Iterable[str], reason: str) -> None:
+        """What still waits for a person waits no longer."""
+        for action_id in action_ids:
+            known = self._actions.get(action_id)
+            if known is not None and known.status == "waiting":
+                self._put(known, status="expired", reason=_join(known.reason, reason))
+
     def rollback_under_way(self) -> ActionRecord | None:
         """The newest rollback, if it is sent or just applied."""
         for record in reversed(self._actions.values()):
@@ -155,6 +162,8 @@ class ActionLog:
         """
         spent, number = Spent(), 1
         in_force = []
+        restored = tuple(restored)
+        reached = max((record.last_step for record in restored if isinstance(record, RunRecord)), default=0)
         for record in restored:
             if not isinstance(record, ActionRecord):
                 continue
@@ -165,7 +174,9 @@ class ActionLog:
             if record.status not in {"applied", "reverted"}:
                 continue
             checkpoint = record.params.get("checkpoint")
-            spent = spent.after(record.action, seen=0, time_unix=record.time_unix, checkpoint=checkpoint)
+            # Steps are counted from here on: what was done before lies so far behind as the run has come since.
+            ago = max(0, reached - (record.applied_step or record.decided_step))
+            spent = spent.after(record.action, seen=-ago, time_unix=record.time_unix, checkpoint=checkpoint)
             is_in_force = record.action in _REVERTIBLE and record.status == "applied" and record.readback == "ok"
             if is_in_force and is_same_process:
                 in_force.append(

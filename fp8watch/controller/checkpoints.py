@@ -21,6 +21,8 @@ class Ledger:
     def __init__(self, healthy_steps: int) -> None:
         self.healthy_steps = healthy_steps
         self._records: dict[str, CheckpointRecord] = {}
+        self._unsettled: set[str] = set()
+        """Pending and candidate: all that a step without trouble can change. A long run has thousands of good ones."""
 
     def records(self) -> tuple[CheckpointRecord, ...]:
         """All of them, in the order they became known."""
@@ -31,14 +33,15 @@ class Ledger:
         known = self._records.get(record.checkpoint)
         if known is not None and known.attempt >= record.attempt and record.label != "tainted":
             record = msgspec.structs.replace(record, label=known.label, reason=known.reason)
-        self._records[record.checkpoint] = record
+        self._keep(record)
         return record
 
     def passed(self, step: int, troubles: Iterable[Trouble]) -> list[CheckpointRecord]:
         """A step has passed: promote what has lived through enough of them, taint what lies after an onset."""
         serious = [item for item in troubles if item.severity == "act"]
         changed = []
-        for record in self.records():
+        open_to_change = self.records() if serious else [self._records[name] for name in sorted(self._unsettled)]
+        for record in open_to_change:
             if record.label == "tainted":
                 continue
             after = [item for item in serious if record.step >= item.onset_step]
@@ -71,5 +74,12 @@ class Ledger:
 
     def _label(self, record: CheckpointRecord, label: CheckpointLabel, reason: str) -> CheckpointRecord:
         changed = msgspec.structs.replace(record, label=label, reason=reason)
-        self._records[record.checkpoint] = changed
+        self._keep(changed)
         return changed
+
+    def _keep(self, record: CheckpointRecord) -> None:
+        self._records[record.checkpoint] = record
+        if record.label in {"pending", "candidate"}:
+            self._unsettled.add(record.checkpoint)
+        else:
+            self._unsettled.discard(record.checkpoint)

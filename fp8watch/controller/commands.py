@@ -85,6 +85,24 @@ class CommandDesk:
         self._outstanding = _Outstanding(command=command, action_id=action_id, ranks=ranks, deadline_seen=deadline)
         return command
 
+    def learn_term(self, term: int) -> None:
+        """A rank has begun commands of this term: number anew under a higher one, or it takes ours for old ones."""
+        self.term, self._sequence = term + 1, 0
+
+    @property
+    def has_issued(self) -> bool:
+        """Whether a command was given under the present term."""
+        return self._sequence > 0
+
+    def is_applied(self, ranks: frozenset[int]) -> bool:
+        """Whether every rank that is still there says it has applied the command on its way."""
+        waiting = self._outstanding
+        if waiting is None:
+            return False
+        expected = waiting.ranks & ranks or waiting.ranks
+        answers = [waiting.results.get(rank) for rank in expected]
+        return all(answer is not None and answer.status == "applied" for answer in answers)
+
     def take(self, result: CommandResult) -> CommandResult | None:
         """Note a rank's answer; the same if it belongs to the command on its way, else None."""
         current = self.current
@@ -135,6 +153,6 @@ def _summary(command: Command, action_id: str, answers: list[CommandResult], *, 
         step=applied[0].step if applied else (bad[0].step if bad else None),
         readback=readback,
         detail=detail,
-        observed=dict(applied[0].observed) if applied else {},
+        observed=dict((unread or applied)[0].observed) if applied else {},
         steps_replayed=max((answer.steps_replayed for answer in applied), default=0),
     )

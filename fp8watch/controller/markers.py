@@ -19,7 +19,7 @@ def write_halted(directory: Path, run: str, *, reason: str, step: int, time_unix
     """Mark a run as halted, on disk before this returns."""
     path = run_folder(directory, run) / "halted.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # every rank writes it, and the controller
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"run": run, "reason": reason, "step": step, "time_unix": time_unix}, file)
         file.flush()
@@ -29,8 +29,8 @@ def write_halted(directory: Path, run: str, *, reason: str, step: int, time_unix
 
 
 def is_halted(directory: Path, run: str) -> bool:
-    """Whether a run may not be started."""
-    return (run_folder(directory, run) / "halted.json").exists()
+    """Whether a run may not be started. A folder that cannot be looked into holds no marker: nothing acts there."""
+    return os.path.exists(run_folder(directory, run) / "halted.json")
 
 
 def release(directory: Path, run: str) -> bool:

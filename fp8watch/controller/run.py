@@ -99,8 +99,7 @@ class RunPilot:
         self._evidence: dict[str, Finding] = {}
         self._tensors: tuple[str, ...] = ()
         self._modules: tuple[str, ...] = ()
-        # Ids of an earlier process of the same run are in the store already: ours must differ.
-        self._prefix = f"{term}-" if restored else ""
+        self._prefix = _prefix(restored)
         self._quiet_until_seen = QUIET_STEPS if hello.step > 0 else 0
         self._restore(restored, is_same_process=is_same_process)
 
@@ -118,6 +117,9 @@ class RunPilot:
 
     def hello(self, hello: Hello) -> None:
         """A rank is there, or there again, or there with a new attempt."""
+        is_new = hello.rank not in self.ranks
+        if hello.journal_term > self.term or (is_new and hello.journal_term == self.term and not self._desk.has_issued):
+            self._desk.learn_term(hello.journal_term)
         self.ranks[hello.rank] = hello
         if hello.attempt > self.attempt:
             self._new_attempt(hello)
@@ -153,7 +155,8 @@ class RunPilot:
         if matched is None:
             return
         command = self._desk.current
-        if command is not None and command.verb == "apply" and result.status == "applied":
+        is_applied = self._desk.is_applied(frozenset(self.ranks))
+        if command is not None and command.verb == "apply" and is_applied:
             self._log.applied(command, result)
         self._conclude()
         self._collect()
@@ -183,7 +186,8 @@ class RunPilot:
         except Exception:
             # A detector that fails must not take the others' work, or the run's record, with it.
             self.detector_errors += 1
-            logger.exception("detectors failed at step %s of run %s", sample.step, self.run)
+            level = logging.ERROR if self.detector_errors == 1 else logging.DEBUG
+            logger.log(level, "detectors failed at step %s of run %s", sample.step, self.run, exc_info=True)
             findings = []
         for finding in findings:
             finding = self._named(finding)
@@ -253,10 +257,13 @@ class RunPilot:
         self._history.rewind(hello.step)
         self._evidence.clear()
         self._quiet_until_seen = self.seen + QUIET_STEPS
+        waiting = [track.action_id for track in self._state.tracks if track.phase == "waiting"]
+        self._log.expire(waiting, f"attempt {hello.attempt} began before anybody answered")
         self._state = events.rolled_back(self._state)
         onset = rollback.params.get("onset_step", hello.step + 1) if rollback is not None else hello.step + 1
         for record in self._ledger.rolled_back(hello.step, int(onset), hello.attempt):
             self._label(record)
+        self._collect()
 
     def _label(self, record: CheckpointRecord) -> None:
         self.records.append(record)
@@ -274,6 +281,7 @@ class RunPilot:
         disarmed = self.disarmed or (
             "" if all(h.armed for h in self.ranks.values()) else "disarmed in the training run"
         )
+        disarmed = disarmed or self._who_is_missing()
         return View(
             run=self.run,
             term=self._desk.term,
@@ -297,6 +305,11 @@ class RunPilot:
             disarmed=disarmed,
             verdicts=self.verdicts,
         )
+
+    def _who_is_missing(self) -> str:
+        """A command reaches the ranks that are connected, and is carried out by all ranks or none."""
+        world = max((hello.world_size for hello in self.ranks.values()), default=1)
+        return "" if len(self.ranks) >= world else f"{len(self.ranks)} of {world} ranks are connected"
 
     def _trouble(self, incident: Incident) -> Trouble:
         name = self._prefix + incident.id
@@ -328,6 +341,18 @@ class RunPilot:
             if isinstance(record, CheckpointRecord):
                 self._ledger.add(record)
         self._state = self._log.restore(self._state, restored, is_same_process=is_same_process)
+
+
+def _prefix(restored: tuple[Stored, ...]) -> str:
+    """What ids of findings and incidents begin with: earlier processes of the same run have used theirs already.
+
+    Not the term, which grows with commands only: a run that is observed has the same one after each restart.
+    """
+    if not restored:
+        return ""
+    heads = (record.id.partition("-") for record in restored if isinstance(record, Finding))
+    used = max((int(head) for head, dash, _ in heads if dash and head.isdigit()), default=0)
+    return f"{used + 1}-"
 
 
 def _failure(conclusion: Conclusion) -> str:

@@ -27,6 +27,7 @@ from fp8watch.records import (
     CheckpointRecord,
     CommandResult,
     Evaluation,
+    Finding,
     Goodbye,
     Hello,
     Layout,
@@ -126,13 +127,13 @@ class RunController:
         """What time alone brings about: verdicts of people, disarming, retention. Call it about once a second."""
         now = self._clock()
         replies: list[Reply] = []
-        if now - self._looked_at >= LOOK_SECONDS:
+        if _is_due(now, self._looked_at, LOOK_SECONDS):
             self._looked_at = now
             for run in self._runs.values():
                 self._look(run)
         for run in self._runs.values():
             replies += self._flush(run)
-        if now - self._pruned_at >= PRUNE_SECONDS:
+        if _is_due(now, self._pruned_at, PRUNE_SECONDS):
             self._pruned_at = now
             for name in self._runs:
                 self._guard(name, lambda name=name: self._store.prune(name))  # type: ignore[misc]
@@ -188,7 +189,11 @@ class RunController:
             known = next((record for record in self._store.runs() if record.run == name), None)
             if known is None:
                 return None, ()
-            kept: list[Stored] = [*self._store.read(name, CheckpointRecord), *self._store.read(name, ActionRecord)]
+            kept: list[Stored] = [
+                *self._store.read(name, CheckpointRecord),
+                *self._store.read(name, ActionRecord),
+                *self._store.read(name, Finding),
+            ]
             # The run record itself makes it non-empty: an earlier process has used ids of this run.
             return known, (known, *kept)
         except Exception:
@@ -254,7 +259,7 @@ class RunController:
 
     def _flush(self, run: _Run) -> list[Reply]:
         pilot = run.pilot
-        if pilot.step != run.record.last_step and self._clock() - run.recorded_at >= RECORD_SECONDS:
+        if pilot.step != run.record.last_step and _is_due(self._clock(), run.recorded_at, RECORD_SECONDS):
             self._change(run)
         records, pilot.records = pilot.records, []
         replies, pilot.replies = pilot.replies, []
@@ -276,6 +281,16 @@ class RunController:
                 logger.debug("writing to the store failed again for run %s: %s", name, error)
 
 
+def _is_due(now: float, last: float, seconds: float) -> bool:
+    """Whether something is to be done again. A clock that was set back must not put it off until it has caught up."""
+    return not 0.0 <= now - last < seconds
+
+
 def _is_same_process(known: Hello, hello: Hello) -> bool:
-    """Whether a hello comes from the training process that is known already, and not from one started anew."""
-    return (known.pid, known.host) == (hello.pid, hello.host) or known.rank != hello.rank
+    """Whether a hello comes from the training processes that are known already, and not from ones started anew.
+
+    Of another rank than the one that is known only the attempt can be compared: every start begins a new one.
+    """
+    if known.rank == hello.rank:
+        return (known.pid, known.host) == (hello.pid, hello.host)
+    return known.attempt == hello.attempt

@@ -79,6 +79,8 @@ class Baseline(msgspec.Struct):
             return
         values = np.asarray(self.points)
         x = np.arange(len(values)) - (len(values) - 1) / 2
-        residuals = values - values.mean() - x * (x @ values) / (x @ x)
-        middle = statistics.median(residuals.tolist())
-        self.noise = MAD_TO_SIGMA * statistics.median(np.abs(residuals - middle).tolist())
+        # Points near the largest float overflow; a noise that is not finite means that it is not known.
+        with np.errstate(all="ignore"):
+            residuals = values - values.mean() - x * (x @ values) / (x @ x)
+            middle = statistics.median(residuals.tolist())
+            self.noise = MAD_TO_SIGMA * statistics.median(np.abs(residuals - middle).tolist())

@@ -7,6 +7,8 @@ run's findings.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -28,6 +30,7 @@ from fp8watch.detect.underflow import Underflow
 from fp8watch.detect.update_rms import UpdateRms
 from fp8watch.records import Finding
 
+logger = logging.getLogger(__name__)
 QUIET_STEPS = 20
 """Steps after a resume or rollback in which rules that rest on a baseline keep still."""
 BASELINE_RULES = frozenset({"loss_spike", "grad_spike", "divergence"})
@@ -65,6 +68,8 @@ class Pipeline:
         self._detectors = list(default_detectors() if detectors is None else detectors)
         self._states: dict[str, Any] = {detector.name: detector.start() for detector in self._detectors}
         self._state = _PipelineState()
+        self.failures: Counter[str] = Counter()
+        """Detector -> steps at which it failed. The others go on without it."""
 
     def observe(self, sample: Sample) -> list[Finding]:
         """Take the next step in; the findings that are new with it: one an incident and severity."""
@@ -74,7 +79,13 @@ class Pipeline:
         state.attempt, state.last_step = sample.attempt, sample.step
         symptoms: list[Symptom] = []
         for detector in self._detectors:
-            self._states[detector.name], seen = detector.update(self._states[detector.name], sample)
+            try:
+                self._states[detector.name], seen = detector.update(self._states[detector.name], sample)
+            except Exception:
+                if not self.failures[detector.name]:
+                    logger.exception("detector %s failed at step %s of run %s", detector.name, sample.step, self.run)
+                self.failures[detector.name] += 1
+                continue
             symptoms += seen
         state.context.push(sample, symptoms)
         state.incidents.age()

@@ -15,6 +15,8 @@ from fp8watch.policy.schema import Policy
 
 MAX_POLICY_BYTES = 1024 * 1024
 """Longer is no policy file: refuse it before parsing."""
+MAX_POLICY_VALUES = 100_000
+"""Keys and values, every alias counted as what it stands for: a few lines of aliases can mean billions."""
 
 
 def shipped() -> list[str]:
@@ -58,10 +60,15 @@ def parse(text: str, name: str = "<policy>") -> Policy:
     """The policy in a YAML text. Raises `BadInput`."""
     document = _parse_yaml(text, name)
     if not isinstance(document, dict):
-        found = "nothing" if document is None else type(document).__name__
+        found = "nothing" if document is None else "a list" if isinstance(document, list) else type(document).__name__
         raise BadInput([f"{name}:1: policy: a mapping with version and rules is wanted, found {found}"])
     try:
-        return Policy.model_validate(_plain(document))
+        plain = _Plain()(document)
+    except (_TooMany, RecursionError) as error:
+        reason = f"more than {MAX_POLICY_VALUES} values, or an alias inside of what it stands for"
+        raise BadInput([f"{name}:1: policy: {reason}"]) from error
+    try:
+        return Policy.model_validate(plain)
     except ValidationError as error:
         problems = [
             (_line(document, issue["loc"]), _field(document, issue["loc"]), _reason(issue))
@@ -89,18 +96,30 @@ def _parse_yaml(text: str, name: str) -> Any:
         raise BadInput([f"{name}:1: yaml: {' '.join(str(error).split()) or type(error).__name__}"]) from error
 
 
-def _plain(node: Any) -> Any:
+class _TooMany(Exception):
+    """More values than any policy has."""
+
+
+class _Plain:
     """The parser's annotated nodes as plain values, so that strict types see int, float, str and bool."""
-    if isinstance(node, dict):
-        return {_plain(key): _plain(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_plain(value) for value in node]
-    for kind in (bool, int, float, str):
-        if isinstance(node, kind):
-            return kind(node)
-    if type(node).__name__ == "ScalarBoolean":
-        return bool(node)
-    return node
+
+    def __init__(self) -> None:
+        self._left = MAX_POLICY_VALUES
+
+    def __call__(self, node: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooMany
+        if isinstance(node, dict):
+            return {self(key): self(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [self(value) for value in node]
+        for kind in (bool, int, float, str):
+            if isinstance(node, kind):
+                return kind(node)
+        if type(node).__name__ == "ScalarBoolean":
+            return bool(node)
+        return node
 
 
 def _line(document: Any, location: Iterable[int | str]) -> int:

@@ -19,12 +19,14 @@ from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.controller import markers
-from fp8watch.errors import CheckpointError, Halted
+from fp8watch.errors import CheckpointError, Halted, RanksApart
 from fp8watch.identity import Identity, identify
 from fp8watch.policy.schema import Policy
 from fp8watch.settings import Settings
 from fp8watch.training import report
-from fp8watch.training.agreement import Agreement, ObserveOnly, SingleProcess
+from fp8watch.training.agreement.all_ranks import AllRanks
+from fp8watch.training.agreement.base import MustStop
+from fp8watch.training.agreement.join import Joined, join, policy_digest
 from fp8watch.training.boundary import Boundary
 from fp8watch.training.data import Batches
 from fp8watch.training.disarm import Disarm
@@ -79,12 +81,12 @@ def assemble(arguments: Arguments) -> Made:
     folder = places.run_folder(settings.dir, identity.run)
     guard = Guard()
     found = guard.call("sources", sources.find, arguments.model) or sources.Found()
-    agreement: Agreement = SingleProcess() if identity.world_size == 1 else ObserveOnly()
+    journal = Journal(folder, identity.rank)
+    joined = _join(arguments, identity, journal)
     session = Session(
-        identity=identity, directory=settings.dir, guard=guard, journal=Journal(folder, identity.rank),
-        agreement=agreement,
-        disarm=Disarm(settings, identity.run), policy_text=arguments.policy_text, policy_name=arguments.policy_name,
-        framework=found.framework,
+        identity=identity, directory=settings.dir, guard=guard, journal=journal, agreement=joined.agreement,
+        attempt=joined.attempt, disarm=Disarm(settings, identity.run), policy_text=arguments.policy_text,
+        policy_name=arguments.policy_name, framework=found.framework,
     )  # fmt: skip
     if session.journal.unavailable is not None:
         session.note(f"{session.journal.unavailable}; training goes on, nothing can act")
@@ -100,6 +102,8 @@ def assemble(arguments: Arguments) -> Made:
     session.uplink.open(session.hello(), session.recorder.layout)
     session.tap = OptimizerTap(arguments.optimizer, session.recorder)
     boundary.report_unfinished(identity.run, session.attempt)
+    if isinstance(session.agreement, AllRanks):
+        session.agreement.on_over = session.agreement_over
     text = report.lines(
         identity=identity, layout=session.recorder.layout, framework=found.framework,
         policy_name=arguments.policy_name, mode=arguments.policy.mode, capabilities=session.capabilities(),
@@ -114,6 +118,15 @@ def _refuse_halted(settings: Settings, identity: Identity) -> None:
         raise Halted(f"run {identity.run} was halted before; let it go on with: fp8watch runs release {identity.run}")
 
 
+def _join(arguments: Arguments, identity: Identity, journal: Journal) -> Joined:
+    """Meet the other ranks. What standing rules depend on has to be the same on all of them."""
+    has_scaler = arguments.scaler is not None and bool(arguments.scaler.is_enabled())
+    return join(
+        identity, arguments.settings, attempt=journal.last_attempt + 1, acts=arguments.policy.mode != "observe",
+        policy=policy_digest(arguments.policy_text, arguments.policy_name, has_scaler),
+    )  # fmt: skip
+
+
 def _context(arguments: Arguments, identity: Identity, session: Session, found: sources.Found) -> ActionContext:
     data = Batches(arguments.dataloader) if arguments.dataloader is not None else None
     parts = TrainingParts(
@@ -121,7 +134,9 @@ def _context(arguments: Arguments, identity: Identity, session: Session, found: 
         scaler=arguments.scaler, controls=found.controls, data=data,
     )  # fmt: skip
     manager = None
-    if arguments.checkpoints is not None:
+    if arguments.checkpoints is not None and identity.world_size > 1:
+        session.note("checkpoints= is not used in a run of several ranks yet: let the training loop save them")
+    elif arguments.checkpoints is not None:
         try:
             manager = CheckpointManager(
                 arguments.checkpoints, parts, run=identity.run, attempt=lambda: session.attempt
@@ -129,12 +144,26 @@ def _context(arguments: Arguments, identity: Identity, session: Session, found: 
         except (CheckpointError, OSError) as error:
             session.note(f"no checkpoints will be saved: {error}")
     clip = ClipControl(arguments.optimizer)
+    skip = SkipGuard(arguments.optimizer, clip, arguments.scaler)
+    if isinstance(session.agreement, AllRanks):
+        skip.ask_peers = _ask_peers(session, session.agreement)
     return ActionContext(
-        parts=parts, lr=LrControl(arguments.optimizer, arguments.lr_scheduler), clip=clip,
-        skip=SkipGuard(arguments.optimizer, clip, arguments.scaler), checkpoints=manager,
+        parts=parts, lr=LrControl(arguments.optimizer, arguments.lr_scheduler), clip=clip, skip=skip,
+        checkpoints=manager,
         step=lambda: session.step, attempt=lambda: session.attempt, rewind=session.rewind, note=session.note,
         forward=arguments.forward,
     )  # fmt: skip
+
+
+def _ask_peers(session: Session, agreement: AllRanks) -> Callable[[bool, bool], bool]:
+    def ask(is_bad: bool, may_act: bool) -> bool:
+        try:
+            return agreement.any_bad(is_bad, may_act=may_act)
+        except MustStop as error:
+            logger.error("fp8watch: step %d: this rank stops before its next step: %s", session.step, error)
+            raise RanksApart(str(error)) from error
+
+    return ask
 
 
 def _arm_skip(arguments: Arguments, session: Session) -> None:
@@ -169,5 +198,5 @@ def _boundary(arguments: Arguments, identity: Identity, session: Session) -> Bou
     return Boundary(
         rank=identity.rank, actions=session.actions, capabilities=session.capabilities, journal=session.journal,
         agreement=session.agreement, disarm=session.disarm, mode=arguments.policy.mode, send=session.uplink.send,
-        attempt=lambda: session.attempt, on_broken=broken,
+        attempt=lambda: session.attempt, on_broken=broken, on_stop=session.stop,
     )  # fmt: skip

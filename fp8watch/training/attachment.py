@@ -67,7 +67,8 @@ def attach(
     Every argument but model and optimizer is optional; an action whose handle is missing is reported as unavailable.
     `policy`: a file, the name of a shipped policy, or YAML text; None: observe. `forward`: runs the coming batch
     forward and returns its loss (for `recheck`). A second call with the same arguments returns the same watch.
-    With several ranks and no run name from launcher or argument this is a collective call.
+    With several ranks this is a collective call when the policy acts (`Settings.join_seconds` limits the waiting), or
+    when there is no run name from launcher or argument.
 
     Raises `BadInput` for a bad policy or setting, `ValueError` for a second attach with other arguments, `TypeError`
     for a model or optimizer that is none, `Halted` for a run that was halted and not released.
@@ -114,7 +115,7 @@ def _attach(arguments: dict[str, Any], settings: Settings | None) -> Watch:
     )
     watch = made.watch
     if arguments["mesh"] is not None:
-        watch.note_once("mesh= is not used yet: runs of several ranks are observed only")
+        watch.note_once("mesh= is not used yet: all ranks of the job act together")
     entry = _Attached(watch, arguments)
     _attached.append(entry)
     made.session.on_detach = lambda: _attached.remove(entry) if entry in _attached else None

@@ -3,6 +3,9 @@
 Order at each boundary: read back what earlier boundaries applied, then begin what is due, oldest first. A command
 is written to the journal and synced before it touches anything. Each answer names the step and the reason; a
 command that is not carried out (expired, refused, disarmed, unavailable) is answered too, so that nobody waits.
+
+With several ranks what is due was put to the vote at the boundary before. It is carried out whatever this rank has
+learnt since, then all compare what it came to: where one has failed, the others take it back before the next step.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from fp8watch.actions.base import Action, Applied
 from fp8watch.checkpoints.restore import PartlyRestored
 from fp8watch.errors import ActionError, CheckpointError
 from fp8watch.records import Command, CommandResult, Mode, Verb
-from fp8watch.training.agreement import Agreement
+from fp8watch.training.agreement.base import Agreement, Candidate, Fate, Joint, MustStop, Refusal, Ruling, Status
 from fp8watch.training.disarm import Disarm
 from fp8watch.training.journal import Journal
 
@@ -25,8 +28,6 @@ logger = logging.getLogger(__name__)
 READBACK_STEPS = 8
 """Boundaries at which an effect that is not visible yet is looked for again. Most show after one step; a switch
 that needs a forward of its module may wait for an evaluation to end."""
-
-Status = Literal["applied", "failed", "vetoed", "expired", "unavailable", "unknown"]
 
 
 @dataclass(slots=True)
@@ -38,6 +39,17 @@ class _Watched:
     applied: Applied
     step: int
     looks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Did:
+    """What carrying a command out came to on this rank."""
+
+    fate: Fate
+    applied: Applied | None = None
+    detail: str = ""
+    is_begun: bool = True
+    broken: str | None = None
 
 
 class Boundary:
@@ -56,8 +68,10 @@ class Boundary:
         send: Callable[[CommandResult], object],
         attempt: Callable[[], int],
         on_broken: Callable[[str], None],
+        on_stop: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_broken` is told when an action has left the training state mixed: it must not be trained on."""
+        """`on_broken` is told when an action has left the training state mixed: it must not be trained on.
+        `on_stop` when ranks may be in different states: this one must not make another optimizer step."""
         self._rank = rank
         self._actions = actions
         self._capabilities = capabilities
@@ -68,6 +82,7 @@ class Boundary:
         self._send = send
         self._attempt = attempt
         self._on_broken = on_broken
+        self._on_stop = on_stop or on_broken
         self._waiting: list[Command] = []
         self._watched: list[_Watched] = []
         self._applied: dict[str, Applied] = {}
@@ -75,8 +90,13 @@ class Boundary:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to do at the next boundary."""
+        """Nothing to do at the next boundary, unless it is `is_joint`."""
         return not self._waiting and not self._watched
+
+    @property
+    def is_joint(self) -> bool:
+        """Every boundary has to be run: other ranks wait for this one."""
+        return self._agreement.is_joint
 
     def receive(self, command: Command) -> None:
         """Take in a command; it is looked at in the next `run`."""
@@ -84,31 +104,53 @@ class Boundary:
 
     def run(self, step: int) -> None:
         """One boundary, after `step` updates."""
-        if self.is_idle:
+        if self.is_idle and not self.is_joint:
             return
+        try:
+            self._run(step)
+        except MustStop as error:
+            self._on_stop(str(error))
+        except Exception as error:
+            self._agreement.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _run(self, step: int) -> None:
         for watched in self._watched[:]:
             self._look(watched, step)
-        waiting, self._waiting = sorted(self._waiting, key=lambda c: (c.term, c.sequence)), []
-        ready = []
-        for command in waiting:
+        ruling = self._agreement.settle(step)
+        if ruling is not None:
+            self._carry_out(ruling.command, step) if ruling.refusal is None else self._rule(ruling, step)
+            self._let_go(ruling.command)
+        self._waiting.sort(key=lambda c: (c.term, c.sequence))
+        for ruling in self._agreement.due(self._candidates(step), step):
+            self._let_go(ruling.command)
+            self._rule(ruling, step)
+
+    def _candidates(self, step: int) -> list[Candidate]:
+        """What waits, and whether this rank is ready to begin it; what was answered before is answered again."""
+        found = []
+        for command in self._waiting[:]:
             known = self._answers.get((command.id, command.verb))
             if known is not None and self._journal.knows(command):
+                self._waiting.remove(command)
                 self._send(known)  # sent twice because our answer was lost
                 continue
-            refusal = self._refusal(command, step)
-            if refusal is None:
-                ready.append(command)
-            else:
-                self._answer(command, step, *refusal)
-        for command in self._agreement.due(ready, step):
-            # What came before it at this boundary may have started another attempt.
-            refusal = self._refusal(command, step)
-            if refusal is None:
-                self._carry_out(command, step)
-            else:
-                self._answer(command, step, *refusal)
+            # What is put to the vote now is begun one boundary later.
+            found.append(Candidate(command, self._refusal(command, step + 1 if self.is_joint else step)))
+        return found
 
-    def _refusal(self, command: Command, step: int) -> tuple[Status, str] | None:
+    def _rule(self, ruling: Ruling, step: int) -> None:
+        # What came before it at this boundary may have started another attempt.
+        refusal = ruling.refusal or self._refusal(ruling.command, step)
+        if refusal is None:
+            self._carry_out(ruling.command, step)
+        else:
+            self._answer(ruling.command, step, *refusal)
+
+    def _let_go(self, command: Command) -> None:
+        self._waiting = [other for other in self._waiting if other is not command]
+
+    def _refusal(self, command: Command, step: int) -> Refusal | None:
         if self._journal.knows(command):
             return "unknown", "begun before; an id is never tried twice"
         if (command.term, command.sequence) <= (self._journal.term, self._journal.sequence):
@@ -130,40 +172,75 @@ class Boundary:
         return ("unavailable", unavailable) if unavailable else None
 
     def _carry_out(self, command: Command, step: int) -> None:
-        action = self._actions[command.action]
+        action = self._actions.get(command.action)
+        did = self._do(command, action, step)
+        joint = self._agreement.confirm(did.fate, can_undo=command.verb == "apply")
+        if joint.verdict == "undo" and did.applied is not None and action is not None:
+            joint = self._undo(action, did.applied, joint)
+        if joint.verdict == "same":
+            self._conclude(command, action, did, step)
+            return
+        status: Status = "failed" if joint.verdict == "undo" else "unknown"
+        if status == "failed":
+            self._finish(command, "failed")  # what is unknown stays begun in the journal, and is reported as such
+        self._answer(command, step, status, joint.detail)
+        if joint.verdict == "stop":
+            self._on_stop(f"{command.action}: {joint.detail}")
+
+    def _do(self, command: Command, action: Action | None, step: int) -> _Did:
+        """Change what the command asks for. Lets nothing out: other ranks wait to hear what it came to."""
+        if action is None:
+            return _Did(fate=Fate.FAILED, detail=f"unknown action {command.action}", is_begun=False)
         try:
             self._journal.begin(command, step)
         except OSError as error:
-            self._answer(command, step, "failed", f"journal could not be synced, nothing was done: {error}")
-            return
+            detail = f"journal could not be synced, nothing was done: {error}"
+            return _Did(fate=Fate.FAILED, detail=detail, is_begun=False)
         try:
             if command.verb == "revert":
-                self._revert(command, action, step)
-            else:
-                self._apply(command, action, step)
+                self._revert(command, action)
+                return _Did(fate=Fate.DONE)
+            return _Did(fate=Fate.DONE, applied=action.apply(step, dict(command.params)))
         except PartlyRestored as error:
-            self._finish(command, "failed")
-            self._answer(command, step, "failed", str(error))
-            self._on_broken(f"{command.action}: {error}")
+            return _Did(fate=Fate.UNKNOWN, detail=str(error), broken=f"{command.action}: {error}")
         except (ActionError, CheckpointError) as error:
-            self._finish(command, "failed")
-            self._answer(command, step, "failed", str(error))
+            return _Did(fate=Fate.FAILED, detail=str(error))
         except Exception as error:
             logger.warning("fp8watch: %s failed", command.action, exc_info=error)
-            self._finish(command, "failed")
-            self._answer(command, step, "failed", f"{type(error).__name__}: {error}")
+            return _Did(fate=Fate.UNKNOWN, detail=f"{type(error).__name__}: {error}")
 
-    def _apply(self, command: Command, action: Action, step: int) -> None:
-        applied = action.apply(step, dict(command.params))
-        self._applied[command.id] = applied
-        self._finish(command, "applied")
-        logger.warning("fp8watch: step %d: applied %s %s", step, command.action, command.params)
-        watched = _Watched(command, action, applied, step)
-        self._answer(command, step, "applied", replayed=applied.steps_replayed, observed=applied.expected)
-        self._watched.append(watched)
-        self._look(watched, step)
+    def _conclude(self, command: Command, action: Action | None, did: _Did, step: int) -> None:
+        """Every rank is where this one is: write down and answer what it came to."""
+        if did.is_begun:
+            self._finish(command, "applied" if did.fate is Fate.DONE else "failed")
+        if did.fate is not Fate.DONE or action is None:
+            self._answer(command, step, "failed", did.detail)
+            if did.broken is not None:
+                self._on_broken(did.broken)
+        elif did.applied is None:
+            target = str(command.params.get("of", command.id))
+            self._watched = [watched for watched in self._watched if watched.command.id != target]
+            logger.warning("fp8watch: step %d: reverted %s", step, command.action)
+            self._answer(command, step, "applied", readback="ok")
+        else:
+            self._applied[command.id] = did.applied
+            logger.warning("fp8watch: step %d: applied %s %s", step, command.action, command.params)
+            watched = _Watched(command, action, did.applied, step)
+            self._answer(
+                command, step, "applied", replayed=did.applied.steps_replayed, observed=did.applied.expected
+            )  # fmt: skip
+            self._watched.append(watched)
+            self._look(watched, step)
 
-    def _revert(self, command: Command, action: Action, step: int) -> None:
+    def _undo(self, action: Action, applied: Applied, joint: Joint) -> Joint:
+        """Take back what another rank could not do."""
+        try:
+            action.revert(applied)
+        except Exception as error:
+            return Joint("stop", f"{joint.detail}, and it cannot be taken back here: {error}")
+        return Joint("undo", f"{joint.detail}; taken back on all ranks")
+
+    def _revert(self, command: Command, action: Action) -> None:
         # A return of some layers only is a command with an id of its own that names the one it undoes.
         target = str(command.params.get("of", command.id))
         applied = self._applied.get(target)
@@ -172,10 +249,6 @@ class Boundary:
         if "layers" in command.params:
             applied = replace(applied, params={**applied.params, "layers": command.params["layers"]})
         action.revert(applied)
-        self._watched = [watched for watched in self._watched if watched.command.id != target]
-        self._finish(command, "applied")
-        logger.warning("fp8watch: step %d: reverted %s", step, command.action)
-        self._answer(command, step, "applied", readback="ok")
 
     def _look(self, watched: _Watched, step: int) -> None:
         watched.looks += 1

@@ -80,8 +80,9 @@ class Recorder:
         is_skipped = False
         if not has_closure:
             guard.call("clip", self._clip.before_step)
-            if self._may_act():
-                is_skipped = bool(guard.call("skip_update", self._skip.before_step))
+            may_act = self._may_act()
+            if may_act or self._skip.ask_peers is not None:
+                is_skipped = bool(guard.call("skip_update", self._skip.before_step, may_act=may_act))
             guard.call("grad_norm", self._take_norm)
         elif self._skip.is_armed:
             self.not_observed("skip_update", "optimizer.step is given a closure, which makes the gradients inside it")

@@ -18,7 +18,7 @@ from fp8watch.controller import markers
 from fp8watch.errors import CheckpointError
 from fp8watch.identity import Identity
 from fp8watch.records import ACTIONS, CheckpointRecord, Hello, LedgerUpdate
-from fp8watch.training.agreement import Agreement
+from fp8watch.training.agreement.base import Agreement
 from fp8watch.training.data import Batches
 from fp8watch.training.disarm import Disarm
 from fp8watch.training.guard import Guard
@@ -28,6 +28,15 @@ from fp8watch.training.stepping import OptimizerTap
 from fp8watch.training.uplink import Uplink
 
 logger = logging.getLogger(__name__)
+
+
+ONE_PROCESS_ONLY = {
+    "rollback": "saving and restoring all ranks together is not in this version",
+    "checkpoint_now": "saving all ranks together is not in this version",
+    "checkpoint_cadence": "saving all ranks together is not in this version",
+    "recheck": "gathering each rank's verdict is not in this version",
+}
+"""Actions that a run of several ranks does not have yet, and why."""
 
 
 class Session:
@@ -46,6 +55,7 @@ class Session:
         guard: Guard,
         journal: Journal,
         agreement: Agreement,
+        attempt: int,
         disarm: Disarm,
         policy_text: str | None,
         policy_name: str,
@@ -59,13 +69,15 @@ class Session:
         self.disarm = disarm
         self.actions: Mapping[str, Action] = {}
         self.step = 0
-        self.attempt = journal.last_attempt + 1
+        self.attempt = attempt
         self._policy_text, self._policy_name = policy_text, policy_name
         self.warmup_steps: int | None = None
         """Length of the scheduler's warm-up where it is known."""
         self._framework = framework
         self._said: set[str] = set()
         self._was_rewound = False
+        self.stop_reason: str | None = None
+        """Why this rank must not make another optimizer step; the watch raises `RanksApart` with it."""
         self.on_detach: Callable[[], None] = lambda: None
         self._begin_attempt()
 
@@ -83,6 +95,8 @@ class Session:
             action = self.actions.get(name)
             if nobody is not None:
                 found[name] = nobody
+            elif self.identity.world_size > 1 and name in ONE_PROCESS_ONLY:
+                found[name] = "several ranks: " + ONE_PROCESS_ONLY[name]
             elif action is None:
                 found[name] = "not in this version"
             else:
@@ -178,6 +192,15 @@ class Session:
         """Take in the controller's verdict on a checkpoint."""
         if self.context.checkpoints is not None:
             self.context.checkpoints.label(update.checkpoint, update.label, update.reason)
+
+    def stop(self, reason: str) -> None:
+        """Other ranks may be in another state: make no further optimizer step."""
+        self.stop_reason = self.stop_reason or reason
+
+    def agreement_over(self, reason: str) -> None:
+        """Ranks agree on nothing any more in this attempt: say so, here and to the controller."""
+        self.note(f"{reason}; training goes on, nothing acts any more")
+        self.guard.call("transport", self._introduce)
 
     def mark_halted(self, reason: str) -> None:
         """Keep attach from starting this run again until a person releases it; durable on return."""

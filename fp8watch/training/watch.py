@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.errors import CheckpointError, Halted
+from fp8watch.errors import CheckpointError, Halted, RanksApart
 from fp8watch.records import Command, Evaluation, Goodbye, LedgerUpdate
 from fp8watch.training.boundary import Boundary
 from fp8watch.training.data import Batches
@@ -154,7 +154,8 @@ class Watch:
 
         `loss`: the raw loss, as a tensor of one element on any device, a float or a numpy scalar; after
         `micro_step` calls it is not looked at. `tokens`: tokens of this step; None: counted in the batches seen.
-        Raises `Halted` when the policy stops the run, and nothing else.
+        Raises `Halted` when the policy stops the run (`RanksApart`, a kind of it, when ranks may be in different
+        states), and nothing else.
         """
         if self._is_detached or os.getpid() != self._pid:
             return
@@ -165,13 +166,20 @@ class Watch:
         self._guard.call("frames", self._send_frames)
         self._guard.call("replies", self._take_replies)
         self._recorder.spent(time.perf_counter() - started)
-        if not self._boundary.is_idle:
+        is_idle = self._boundary.is_idle
+        if not is_idle or self._boundary.is_joint:
+            started = time.perf_counter()
             self._guard.call("boundary", self._boundary.run, session.step)
-            self._recorder.restart_clock()
+            if is_idle:  # waited for the other ranks' votes only: that belongs to the step
+                self._recorder.spent(time.perf_counter() - started)
+            else:
+                self._recorder.restart_clock()
         self._guard.call("checkpoints", session.maybe_save)
         self._recorder.begin(session.step + 1)
         if session.context.halt_reason is not None:
             self._halt(session.context.halt_reason)
+        if session.stop_reason is not None:
+            self._stop(session.stop_reason)
 
     def evaluation(self, scores: Mapping[str, Any]) -> None:
         """Record evaluation scores, each one number, at the present step."""
@@ -184,6 +192,7 @@ class Watch:
             return
         self._is_detached = True
         if os.getpid() == self._pid:
+            self._guard.call("detach", self._session.agreement.leave, self._session.step)
             self._guard.call("detach", self._send_last, reason)
         self._guard.call("detach", self._session.detach)
 
@@ -242,3 +251,8 @@ class Watch:
         self._guard.call("halt", self._session.mark_halted, reason)
         self.detach("halted")
         raise Halted(reason)
+
+    def _stop(self, reason: str) -> None:
+        logger.error("fp8watch: step %d: this rank stops before its next step: %s", self.global_step, reason)
+        self.detach("ranks apart")
+        raise RanksApart(reason)

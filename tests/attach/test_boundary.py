@@ -174,9 +174,9 @@ def test_observing_policy_vetoes_whoever_sent_it(tmp_path):
 
 
 def test_several_ranks_carry_nothing_out(tmp_path):
-    rig = Rig(tmp_path, agreement=ObserveOnly())
+    rig = Rig(tmp_path, agreement=ObserveOnly("ranks do not know each other"))
     (result,) = rig.run(1, clip())
-    assert (result.status, result.detail) == ("unavailable", "several ranks: not yet")
+    assert (result.status, result.detail) == ("unavailable", "ranks do not know each other")
 
 
 @pytest.mark.parametrize("how", ["variable", "file", "run file"])

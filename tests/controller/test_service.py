@@ -16,6 +16,7 @@ from fp8watch.controller.store import Approval
 from fp8watch.controller.store_memory import MemoryStore
 from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.detect.base import Sample
+from fp8watch.policy.budgets import refusal
 from fp8watch.records import ActionRecord, Finding, Goodbye, Hello, StepFrame, Stored, Welcome
 
 TEXT = """
@@ -136,6 +137,54 @@ def test_a_restarted_controller_repeats_no_id_and_knows_its_budgets(tmp_path: Pa
     assert len(after) == len(set(after))
     assert findings < {record.id for record in store.read("r", Finding)}
     store.close()
+
+
+def test_ids_stay_apart_over_many_restarts_of_a_run_that_is_only_observed() -> None:
+    store = MemoryStore()
+    for start in range(3):
+        box("observe", store=store).run(60 + start)
+    found = [record.id for record in store.read("r", Finding)]
+    assert len(found) == len(set(found)) == 3, "the term, which grows with commands only, cannot tell starts apart"
+
+
+def test_actions_of_long_ago_do_not_spend_the_budget_of_a_restarted_run() -> None:
+    def refused(reached: int) -> str | None:
+        store = MemoryStore()
+        box(store=store)
+        done = [
+            ActionRecord(
+                id=f"r-1.{step:04d}", run="r", attempt=0, action="hold_lr", params={}, rule="x", finding="f",
+                decided_step=step, applied_step=step, status="applied", readback="ok",
+            )
+            for step in (100, 200, 300, 400)
+        ]  # fmt: skip
+        known = next(iter(store.runs()))
+        store.append("r", [*done, msgspec.structs.replace(known, last_step=reached)])
+        pilot = box(store=store).controller._runs["r"].pilot
+        return refusal(pilot.policy.budgets, pilot._state.spent, "hold_lr", seen=1, time_unix=0.0)
+
+    assert refused(500) is not None
+    assert refused(50_000) is None
+
+
+def test_a_clock_that_is_set_back_does_not_put_off_a_disarming(tmp_path: Path) -> None:
+    scene = box()
+    scene.controller._directory = tmp_path
+    scene.run(40)
+    scene.now -= 3600.0
+    markers.disarm(tmp_path, "r")
+    scene.run(60)
+    assert scene.commanded() == []
+
+
+def test_what_waits_for_a_person_expires_when_the_run_is_resumed() -> None:
+    scene = box("approve")
+    scene.run(70)
+    scene.rank.attempt += 1
+    scene._hello()
+    (record,) = scene.actions()
+    assert record.status == "expired"
+    assert "attempt 1 began" in record.reason
 
 
 @pytest.mark.parametrize(("pid", "state"), [(1, True), (2, False)])

@@ -11,8 +11,8 @@ from detect_runs import DelayedRun, columns, findings, healthy_loss, losses, sca
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8watch.detect.base import Sample
-from fp8watch.detect.pipeline import Pipeline
+from fp8watch.detect.base import Sample, Symptom
+from fp8watch.detect.pipeline import Pipeline, default_detectors
 
 
 def troubled_run(seed: int = 0) -> list[Sample]:
@@ -112,6 +112,30 @@ def test_everything_in_a_troubled_run_is_found() -> None:
     assert ("loss_spike", 123) in act
     assert ("scale_frozen", 171) in act
     assert ("nonfinite", 200) in act
+
+
+class Broken:
+    """A detector with a fault of its own."""
+
+    name = "broken"
+
+    def start(self) -> None:
+        return None
+
+    def update(self, state: None, sample: Sample) -> tuple[None, list[Symptom]]:
+        raise KeyError("a format of tomorrow")
+
+
+def test_a_detector_that_fails_takes_nothing_from_the_others_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = Pipeline("r", [Broken(), *default_detectors()])
+    found = [finding for step in range(1, 40) for finding in pipeline.observe(bad_loss_at(30, step))]
+    assert [finding.detector for finding in found] == ["nonfinite"]
+    assert pipeline.failures == {"broken": 39}
+    assert len(caplog.records) == 1
+
+
+def bad_loss_at(bad: int, step: int) -> Sample:
+    return Sample(attempt=0, step=step, scalars={"loss": math.nan if step == bad else 2.0})
 
 
 def test_findings_can_be_sent() -> None:

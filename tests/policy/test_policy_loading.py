@@ -78,6 +78,19 @@ def test_what_is_no_policy_at_all(text: str, line: int) -> None:
     assert problems(text)[0].startswith(f"p.yaml:{line}: ")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+        "version: 1\nrules: &r [*r]\n",
+    ],
+)
+def test_aliases_that_mean_billions_of_values_or_themselves_are_refused(text: str) -> None:
+    (problem,) = problems(text)
+    assert problem.startswith("p.yaml:")
+
+
 def test_two_rules_of_one_name_are_an_error() -> None:
     rule = "  - {name: a, when: {detector: stuck}}\n"
     assert "two rules named a" in problems("version: 1\nrules:\n" + rule + rule)[0]

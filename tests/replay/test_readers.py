@@ -44,6 +44,12 @@ def test_csv_knows_nan_text_other_names_and_a_restart(tmp_path: Path) -> None:
     assert read[2] == (1, 4, {"loss": 2.5, "learning_rate": 1e-4})
 
 
+def test_csv_as_excel_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    path.write_bytes("\ufeffstep,loss\r\n1,2.0\r\n".encode())
+    assert rows(path) == [(0, 1, {"loss": 2.0})]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -95,6 +101,14 @@ def test_trainer_state_that_is_none(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(BadInput, match=field):
             rows(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"log_history": [{"step": 1, "loss": 1' + "0" * 400 + "}]}"])
+def test_trainer_state_that_python_cannot_hold(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trainer_state.json"
+    path.write_text(text)
+    with pytest.raises(BadInput):
+        rows(path)
 
 
 def test_megatron(tmp_path: Path) -> None:

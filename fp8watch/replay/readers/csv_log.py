@@ -30,7 +30,7 @@ def read(path: Path) -> Recording:
 
 def _samples(path: Path) -> Iterator[Sample]:
     attempts = Attempts()
-    with path.open(newline="", encoding="utf-8", errors="replace") as handle:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as handle:
         rows = csv.reader(handle)
         header = [cell.strip().lower() for cell in next(rows, [])]
         where = {key: next((header.index(n) for n in names if n in header), -1) for key, names in ALIASES.items()}

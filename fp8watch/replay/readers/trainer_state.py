@@ -30,7 +30,7 @@ def _samples(path: Path) -> Iterator[Sample]:
     try:
         # Python's json writes NaN and Infinity bare, which the JSON standard (and msgspec) does not know.
         state = _loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput([f"{path}:{_line(error)}: json: {error}"]) from error
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
@@ -54,7 +54,7 @@ def _sample(path: Path, number: int, entry: dict[str, Any], attempts: Attempts) 
             continue
         try:
             scalars[name] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             problems.append(f"{path}:1: log_history[{number}].{key}: {value!r} is not a number")
     if problems:
         raise BadInput(problems)
@@ -68,5 +68,5 @@ def _loads(text: str) -> Any:
         return json.loads(text)
 
 
-def _line(error: ValueError) -> int:
+def _line(error: Exception) -> int:
     return int(getattr(error, "lineno", 1))

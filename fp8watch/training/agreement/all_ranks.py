@@ -1,0 +1,199 @@
+"""Runs the rounds over a transport: start at one boundary, wait at the next.
+
+Waiting, and not polling, because ranks that poll may learn a result at different boundaries. A result that never
+comes ends acting on this rank; if this rank had voted for a command then, others may have begun it, and it stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from fp8watch.training.agreement.base import Candidate, Fate, Joint, MustStop, Ruling
+from fp8watch.training.agreement.rounds import ABSTAINS, Ballot, Rounds, compare, pack_fate
+from fp8watch.training.agreement.transport import Pending, Transport, TransportLost
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 10.0
+"""What detach waits for the others to hear that this rank leaves. Its last ballot is on its way also afterwards, as
+long as the process lives."""
+
+
+def in_a_thread(work: Callable[[], None]) -> Callable[[float], None] | None:
+    """Start `work`; how to wait for it, or None when no thread can be had: the interpreter is going down."""
+    thread = threading.Thread(target=work, name="fp8watch-leave", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread.join
+
+
+class AllRanks:
+    """The agreement of several ranks. Used on the training thread only, but for the drain."""
+
+    is_joint = True
+
+    def __init__(
+        self,
+        rank: int,
+        votes: Transport,
+        verdicts: Transport,
+        *,
+        wait_seconds: float,
+        drain_seconds: float = DRAIN_SECONDS,
+        aside: Callable[[Callable[[], None]], Callable[[float], None] | None] = in_a_thread,
+    ) -> None:
+        """`verdicts` carries what is asked before an optimizer step, apart from the votes of the boundaries.
+
+        `wait_seconds`: after that a rank that has not come is given up.
+        """
+        self.unavailable: str | None = None
+        self.on_over: Callable[[str], None] = lambda reason: None
+        """Told once, with the reason, when nothing is voted on any more."""
+        self._rank = rank
+        self._votes, self._verdicts = votes, verdicts
+        self._wait_seconds = wait_seconds
+        self._drain_seconds = drain_seconds
+        self._rounds = Rounds(rank)
+        self._pending: Pending | None = None
+        self._aside = aside
+        self._has_left = False
+        self._join: Callable[[float], None] = lambda seconds: None
+        self._is_asked = False
+        self._is_verdict_over = False
+
+    def settle(self, step: int) -> Ruling | None:
+        """See `Agreement`."""
+        if self._pending is None:
+            return None
+        try:
+            reduced = self._pending.wait(self._wait_seconds)
+        except TransportLost as error:
+            self._lost(str(error))
+            return None
+        self._pending = None
+        ruling = self._rounds.count(reduced)
+        if self._rounds.over is not None:
+            self._end(self._rounds.over)
+        return ruling
+
+    def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
+        """See `Agreement`."""
+        if self._rounds.over is not None:
+            return Joint("same")
+        try:
+            reduced = self._votes.start(pack_fate(self._rank, fate, can_undo=can_undo)).wait(self._wait_seconds)
+        except TransportLost as error:
+            self._rounds.lose(str(error))
+            self._end(str(error))
+            return Joint("stop", str(error))
+        return compare(fate, reduced)
+
+    def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
+        """See `Agreement`. Nothing that takes a vote is ruled on at once."""
+        over = self._rounds.over
+        if over is not None:
+            return [Ruling(c.command, c.refusal or ("unavailable", over)) for c in candidates]
+        ballot, rulings = self._rounds.vote(candidates, step)
+        self._pending = self._votes.start(ballot.pack())
+        return rulings
+
+    def any_bad(self, is_bad: bool, *, may_act: bool) -> bool:
+        """Whether an update is to be left out on every rank: one rank's is bad, and all of them may act.
+
+        Called before each optimizer step while updates may be skipped; waits. Raises `MustStop` when the others'
+        answer was lost.
+        """
+        if self._rounds.over is not None or self._is_verdict_over:
+            return False
+        self._is_asked = True
+        try:
+            reduced = self._verdicts.start([-int(is_bad), int(may_act), 0]).wait(self._wait_seconds)
+        except TransportLost as error:
+            self._lost_verdict(str(error))
+            return False
+        if reduced[2]:
+            # The votes go on until their own last round, in which the leaving is counted.
+            self._is_verdict_over = True
+            return False
+        return bool(reduced[0]) and bool(reduced[1])
+
+    def abandon(self, reason: str) -> None:
+        """See `Agreement`."""
+        if not self._has_left and self.unavailable is None:
+            self._rounds.lose(reason)
+            self._end(reason)
+
+    def leave(self, step: int) -> None:
+        """See `Agreement`."""
+        if self._rounds.over is not None:
+            return
+        self._has_left = True
+        pending, self._pending = self._pending, None
+        ballot = self._rounds.leave(step + 1)
+        deadline = time.monotonic() + self._drain_seconds
+        join = self._aside(lambda: self._drain(pending, ballot, deadline))
+        if join is not None:
+            self._join = join
+            return
+        self._wait_seconds = self._drain_seconds
+        self._drain(pending, ballot, deadline)
+
+    def _drain(self, pending: Pending | None, ballot: Ballot, deadline: float) -> None:
+        """Take part in what the others expect of this rank still, as one that carries nothing out."""
+        is_asked = self._is_asked and not self._is_verdict_over
+        last = [self._verdicts.start([0, 1, -(self._rank + 1)])] if is_asked else []
+        try:
+            if pending is not None:
+                ruling = self._rounds.count(pending.wait(self._wait_seconds))
+                if self._rounds.left is not None:
+                    return  # the others know already, and expect nothing more
+                if ruling is not None and ruling.refusal is None:
+                    self._votes.start(ABSTAINS).wait(self._wait_seconds)
+            last.append(self._votes.start(ballot.pack()))
+            for item in last:
+                item.wait(max(0.0, min(self._wait_seconds, deadline - time.monotonic())))
+        except TransportLost as error:
+            logger.debug("leaving: %s", error)
+        finally:
+            self._release()
+
+    def close(self) -> None:
+        """See `Agreement`."""
+        self.unavailable = self.unavailable or "this rank has left the run"
+        self._join(self._drain_seconds)
+
+    def _lost(self, reason: str) -> None:
+        command = self._rounds.lose(reason)
+        self._end(reason)
+        if command is not None:
+            raise MustStop(f"{command.action} was voted for, and whether other ranks began it is not known: {reason}")
+
+    def _lost_verdict(self, reason: str) -> None:
+        """Lost because a rank has left in order, which the votes tell, or for a reason that must stop this one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                self._rounds.count(pending.wait(self._wait_seconds))
+            except TransportLost as error:
+                reason = str(error)
+        if self._rounds.left is not None:
+            self._end(self._rounds.over or reason)
+            return
+        self._rounds.lose(reason)
+        self._end(reason)
+        raise MustStop(f"whether the other ranks leave this update out is not known: {reason}")
+
+    def _end(self, reason: str) -> None:
+        self.unavailable = f"ranks cannot agree any more: {reason}"
+        self._pending = None
+        self._release()
+        self.on_over(self.unavailable)
+
+    def _release(self) -> None:
+        self._votes.close()
+        self._verdicts.close()

@@ -1,0 +1,152 @@
+"""Reductions over gloo, on a group of our own.
+
+The group is made from a store directly and not by `torch.distributed.new_group`, which every rank would have to call,
+and which numbers groups: with a watch on some ranks only, the user's own groups would no longer match.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8watch.training.agreement.transport import Pending, Transport, TransportLost
+
+_c10d: Any = dist
+"""What torch gives wrong types for, or none."""
+
+SLICE_SECONDS = 2.0
+"""A wait is cut into pieces, between which an interrupt from the keyboard is heard."""
+
+
+def shorten(error: BaseException) -> str:
+    """What gloo says, without the place in its source and its advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\]\s*", "", line).split(". This is typically")[0][:200]
+
+
+class GlooPending:
+    """One all-reduce under way."""
+
+    def __init__(self, work: Any, values: torch.Tensor, error: str) -> None:
+        self._work, self._values, self._error = work, values, error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, one way or the other."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self, seconds: float) -> list[int]:
+        """See `Pending`."""
+        deadline = time.monotonic() + seconds
+        while self._work is not None:
+            left = deadline - time.monotonic()
+            try:
+                self._work.wait(timedelta(seconds=max(0.001, min(SLICE_SECONDS, left))))
+                self._work = None
+            except RuntimeError as error:
+                if not self._work.is_completed():
+                    if left > 0:
+                        continue
+                    raise TransportLost(f"a rank did not come within {seconds:g} s") from None
+                # The group's connections close when nothing refers to it any more, and this does.
+                self._work, self._error = None, f"a rank is gone ({shorten(error)})"
+        if self._error:
+            raise TransportLost(self._error)
+        return [int(value) for value in self._values.tolist()]
+
+
+class GlooTransport:
+    """A gloo group of `ranks` processes. Making it is a collective call; raises `RuntimeError` when one is missing."""
+
+    def __init__(self, store: Any, rank: int, ranks: int, *, seconds: float) -> None:
+        self._group: Any = _c10d.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
+        self._options = _c10d.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.MIN
+        self._last: GlooPending | None = None
+
+    def start(self, values: Sequence[int]) -> Pending:
+        """See `Transport`."""
+        tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
+        work, error = None, ""
+        if self._group is None:
+            error = "the group is closed"
+        else:
+            try:
+                work = self._group.allreduce([tensor], self._options)
+            except RuntimeError as failure:
+                error = f"a rank is gone ({shorten(failure)})"
+        self._last = GlooPending(work, tensor, error)
+        return self._last
+
+    def close(self) -> None:
+        """See `Transport`."""
+        group, self._group = self._group, None
+        last, self._last = self._last, None
+        if group is not None and last is not None and not last.is_done:
+            # A group is not destroyed before its work is done, and the destructor would wait for it: never free it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+class TwoLevels:
+    """Reduces within the node first, between one leader a node then, and hands the result back within the node.
+
+    The three steps follow one another on a thread, so that starting one never waits.
+    """
+
+    def __init__(self, local: Transport, leaders: Transport | None, *, seconds: float) -> None:
+        """`leaders`: None on ranks that lead no node."""
+        self._local, self._leaders, self._seconds = local, leaders, seconds
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fp8watch-agree")
+        self._is_closed = False
+
+    def start(self, values: Sequence[int]) -> Pending:
+        """See `Transport`."""
+        try:
+            return _Later(self._thread.submit(self._reduce, list(values)))
+        except RuntimeError:
+            return _Later(None)
+
+    def _reduce(self, values: list[int]) -> list[int]:
+        try:
+            found = self._local.start(values).wait(self._seconds)
+            if self._leaders is not None:
+                found = self._leaders.start(found).wait(self._seconds)
+            # The minimum of the node's own and of all nodes' is that of all nodes.
+            return self._local.start(found).wait(self._seconds)
+        except TransportLost:
+            self._close_groups()
+            raise
+
+    def close(self) -> None:
+        """See `Transport`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._thread.shutdown(wait=False)
+            self._close_groups()
+
+    def _close_groups(self) -> None:
+        self._local.close()
+        if self._leaders is not None:
+            self._leaders.close()
+
+
+class _Later:
+    def __init__(self, future: Future[list[int]] | None) -> None:
+        self._future = future
+
+    def wait(self, seconds: float) -> list[int]:
+        if self._future is None:
+            raise TransportLost("the group is closed")
+        try:
+            return self._future.result(seconds)
+        except FutureTimeout:
+            raise TransportLost(f"a rank did not come within {seconds:g} s") from None

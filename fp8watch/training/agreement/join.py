@@ -1,0 +1,152 @@
+"""Bringing the ranks of a run together at attach: who acts, under which policy, from which attempt on.
+
+Every rank leaves a note in the job's own store and reads the others'. All read the same notes, so all come to the
+same answer; a rank that never attaches is waited for within a limit, then the run is only observed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from fp8watch.identity import Identity
+from fp8watch.settings import Settings
+from fp8watch.training.agreement.all_ranks import AllRanks
+from fp8watch.training.agreement.base import Agreement, ObserveOnly, SingleProcess
+from fp8watch.training.agreement.gloo import GlooTransport, TwoLevels, shorten
+from fp8watch.training.agreement.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+TWO_LEVELS_ABOVE = 64
+"""Ranks in one group: above, a node's ranks meet first and one leader a node goes on."""
+
+_c10d: Any = dist
+"""What torch gives no types for."""
+
+_meetings = itertools.count()
+"""Attaches of this process: all ranks attach equally often, or do not find each other."""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells the others."""
+
+    rank: int
+    host: str
+    run: str
+    attempt: int
+    """The attempt it would begin."""
+    acts: bool
+    """False: its policy only observes."""
+    policy: str
+    """Digest of all that must be the same on every rank."""
+
+
+class Joined(msgspec.Struct, frozen=True, kw_only=True):
+    """The agreement of this run, and the attempt that all its ranks begin."""
+
+    agreement: Agreement
+    attempt: int
+
+
+def policy_digest(*parts: object) -> str:
+    """Of what has to be the same on every rank for standing rules to hold on all of them alike."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def join(identity: Identity, settings: Settings, *, attempt: int, acts: bool, policy: str) -> Joined:
+    """The agreement that fits this run. With several ranks and a policy that acts, waits for the other ranks."""
+    if identity.world_size == 1:
+        return Joined(agreement=SingleProcess(), attempt=attempt)
+    meeting = f"fp8watch/{next(_meetings)}"
+    note = Note(
+        rank=identity.rank, host=identity.host, run=identity.run, attempt=attempt, acts=acts, policy=policy
+    )  # fmt: skip
+    try:
+        store = _store(meeting)
+        store.set(f"note/{identity.rank}", msgspec.json.encode(note).decode())
+        if not acts:
+            return Joined(agreement=ObserveOnly(None), attempt=attempt)
+        notes = _notes(store, identity.world_size, settings.join_seconds)
+    except _NotTogether as error:
+        return Joined(agreement=ObserveOnly(str(error) if acts else None), attempt=attempt)
+    except Exception as error:  # what a store raises differs by kind and version of torch
+        logger.debug("ranks did not meet", exc_info=error)
+        reason = f"several ranks: they did not find each other ({shorten(error)})"
+        return Joined(agreement=ObserveOnly(reason), attempt=attempt)
+    attempt = max(other.attempt for other in notes)
+    apart = why_not(notes, has_agents=settings.agent is not None)
+    if apart is not None:
+        return Joined(agreement=ObserveOnly(apart), attempt=attempt)
+    try:
+        seconds = settings.agreement_seconds
+        votes = transport(store, "votes", notes, identity.rank, seconds=seconds)
+        verdicts = transport(store, "verdicts", notes, identity.rank, seconds=seconds)
+    except Exception as error:
+        reason = f"several ranks: no group could be made ({shorten(error)})"
+        return Joined(agreement=ObserveOnly(reason), attempt=attempt)
+    return Joined(agreement=AllRanks(identity.rank, votes, verdicts, wait_seconds=seconds), attempt=attempt)
+
+
+def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:
+    """Why ranks that left these notes cannot act together; None: they can."""
+    observer = next((note for note in notes if not note.acts), None)
+    if observer is not None:
+        return f"several ranks: the policy of rank {observer.rank} only observes"
+    if len({note.policy for note in notes}) > 1:
+        return "several ranks: they were given different policies"
+    if len({note.run for note in notes}) > 1:
+        return "several ranks: they do not go by one run name; set FP8WATCH_RUN"
+    if len({note.host for note in notes}) > 1 and not has_agents:
+        return "several nodes: each needs an agent that takes commands from one controller (FP8WATCH_AGENT)"
+    return None
+
+
+def transport(
+    store: Any, name: str, notes: Sequence[Note], rank: int, *, seconds: float, flat_up_to: int = TWO_LEVELS_ABOVE
+) -> Transport:
+    """Groups for these ranks: one, or above `flat_up_to` ranks on several nodes one a node and one of leaders."""
+    hosts: dict[str, list[int]] = {}
+    for note in notes:
+        hosts.setdefault(note.host, []).append(note.rank)
+    if len(notes) <= flat_up_to or len(hosts) == 1:
+        return GlooTransport(_c10d.PrefixStore(name, store), rank, len(notes), seconds=seconds)
+    node = next(index for index, ranks in enumerate(hosts.values()) if rank in ranks)
+    local_ranks = list(hosts.values())[node]
+    local = GlooTransport(
+        _c10d.PrefixStore(f"{name}/node-{node}", store), local_ranks.index(rank), len(local_ranks), seconds=seconds
+    )
+    leaders = None
+    if rank == local_ranks[0]:
+        leaders = GlooTransport(_c10d.PrefixStore(f"{name}/leaders", store), node, len(hosts), seconds=seconds)
+    return TwoLevels(local, leaders, seconds=seconds)
+
+
+class _NotTogether(Exception):
+    pass
+
+
+def _store(meeting: str) -> Any:
+    """The job's store, under a name of our own."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise _NotTogether("several ranks: torch.distributed is not initialised, so they cannot agree")
+    found = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if found is None or not hasattr(dist, "ProcessGroupGloo"):
+        raise _NotTogether("several ranks: this torch gives no access to its store, or has no gloo")
+    return _c10d.PrefixStore(meeting, found())
+
+
+def _notes(store: Any, ranks: int, seconds: float) -> list[Note]:
+    keys = [f"note/{rank}" for rank in range(ranks)]
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except Exception as error:
+        raise _NotTogether(f"several ranks: not all of them attached within {seconds:g} s") from error
+    return [msgspec.json.decode(store.get(key), type=Note) for key in keys]

@@ -1,0 +1,299 @@
+"""Ranks in threads of which one runs at a time, in an order drawn by chance; any of them can be killed at any line.
+
+Everything but the wire and the action is the real thing: boundary, rounds, `AllRanks`. A rank that is killed raises
+`Killed` out of the line it was at, and its wire is dead from that moment on. What it had sent may have reached some
+of the others and not the rest. When nothing can go on any more, one rank's wait runs out of time.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from fp8watch.actions.base import Applied, ReadBack
+from fp8watch.errors import ActionError
+from fp8watch.records import ACTIONS, Command, CommandResult
+from fp8watch.training.agreement import AllRanks
+from fp8watch.training.agreement.base import MustStop
+from fp8watch.training.agreement.transport import TransportLost
+from fp8watch.training.boundary import Boundary
+
+TRACED = ("training/agreement/", "training/boundary.py", "simulated_ranks.py")
+
+
+class Killed(BaseException):
+    """kill -9."""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What happens in one simulated run."""
+
+    ranks: int = 3
+    steps: int = 10
+    seed: int = 0
+    commands: list[Command] = field(default_factory=list)
+    arrivals: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(rank, index of a command) -> step after which it arrives; absent: at the command's own step, 1."""
+    vetoes: set[tuple[int, int]] = field(default_factory=set)
+    """(rank, index): refused there."""
+    failures: dict[tuple[int, int], type[Exception]] = field(default_factory=dict)
+    """(rank, index): raised by apply there."""
+    kills: dict[int, int] = field(default_factory=dict)
+    """rank -> how many traced lines it lives."""
+    lasts: dict[int, int] = field(default_factory=dict)
+    """rank -> its last step, when it ends before the others."""
+    bad: set[tuple[int, int]] = field(default_factory=set)
+    """(rank, step): gradients are not finite there."""
+    asks: bool = False
+    """Whether the update is put to the others before each step."""
+    last_step: int = 1000
+
+
+class Memory:
+    """A journal in memory."""
+
+    def __init__(self) -> None:
+        self.term = self.sequence = 0
+        self.unavailable: str | None = None
+        self.begun: set[tuple[str, str]] = set()
+
+    def knows(self, command: Command) -> bool:
+        return (command.id, command.verb) in self.begun
+
+    def begin(self, command: Command, step: int) -> None:
+        self.begun.add((command.id, command.verb))
+        self.term, self.sequence = max((self.term, self.sequence), (command.term, command.sequence))
+
+    def finish(self, command: Command, status: str) -> None:
+        pass
+
+
+class Knobs:
+    """Every action sets one entry of the rank's state."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+        error = self._rank.plan.failures.get((self._rank.number, params["index"]))
+        if error is not None:
+            raise error("cannot be done here")
+        before = self._rank.state.get(params["name"])
+        self._rank.state[params["name"]] = params["value"]
+        return Applied(step=step, params=params, before={"value": before})
+
+    def read_back(self, applied: Applied) -> ReadBack:
+        return ReadBack(ok=True)
+
+    def revert(self, applied: Applied) -> None:
+        if applied.params.get("for_good"):
+            raise ActionError("cannot be taken back")
+        self._rank.state[applied.params["name"]] = applied.before["value"]
+
+
+class Wire:
+    """One group: operations matched by the order in which each rank starts them."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.given: list[dict[int, list[int]]] = []
+        self.closed: set[int] = set()
+
+
+class SimTransport:
+    def __init__(self, wire: Wire, rank: Rank) -> None:
+        self._wire, self._rank, self._count = wire, rank, 0
+
+    def start(self, values: Sequence[int]) -> SimPending:
+        index, self._count = self._count, self._count + 1
+        given = self._wire.given
+        while len(given) <= index:
+            given.append({})
+        is_open = self._rank.number not in self._wire.closed and not self._rank.is_dead
+        if is_open:
+            given[index][self._rank.number] = list(values)
+        return SimPending(self._wire, self._rank, index, is_open)
+
+    def close(self) -> None:
+        if not self._rank.is_dead:
+            self._wire.closed.add(self._rank.number)
+
+
+class SimPending:
+    def __init__(self, wire: Wire, rank: Rank, index: int, is_open: bool) -> None:
+        self._wire, self._rank, self._index, self._is_open = wire, rank, index, is_open
+
+    def wait(self, seconds: float) -> list[int]:
+        if not self._is_open:
+            raise TransportLost("closed")
+        sim, rank = self._wire.sim, self._rank
+        while True:
+            given = self._wire.given[self._index]
+            dead = {other.number for other in sim.ranks if other.is_dead}
+            missing = set(range(sim.plan.ranks)) - set(given)
+            if not missing:
+                sizes = {len(values) for values in given.values()}
+                assert len(sizes) == 1, f"operations of different kinds met: {given}"
+                if dead & set(given) and sim.random.random() < 0.5:
+                    raise TransportLost("a rank is gone")  # what it sent has reached others, not us
+                return [min(column) for column in zip(*given.values(), strict=True)]
+            if missing & (dead | self._wire.closed):
+                raise TransportLost("a rank is gone")
+            rank.pause(is_blocked=True)
+            if rank.is_out_of_time:
+                rank.is_out_of_time = False
+                raise TransportLost("a rank did not come in time")
+
+
+class Rank:
+    def __init__(self, sim: Simulation, number: int) -> None:
+        self.sim, self.plan, self.number = sim, sim.plan, number
+        self.state: dict[str, Any] = {"updates": 0, "knob": 0, "other": 0, "a": 0, "b": 0}
+        self.finished: dict[int, dict[str, Any]] = {}
+        self.results: list[CommandResult] = []
+        self.stopped: str | None = None
+        self.is_dead = self.is_over = self.is_blocked = self.is_out_of_time = False
+        self.error: BaseException | None = None
+        self.lines = 0
+        self.turn = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._live, daemon=True)
+
+    def pause(self, *, is_blocked: bool = False) -> None:
+        self.is_blocked = is_blocked
+        self.sim.turn.release()
+        self.turn.acquire()
+        self.is_blocked = False
+
+    def _live(self) -> None:
+        self.turn.acquire()
+        sys.settrace(self._trace)
+        try:
+            self._train()
+        except Killed:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            sys.settrace(None)
+            self.is_over = True
+            self.sim.turn.release()
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not any(part in frame.f_code.co_filename for part in TRACED):
+            return None
+        if event == "line" and not self.is_dead:
+            self.lines += 1
+            if self.lines == self.plan.kills.get(self.number):
+                self.is_dead = True
+                raise Killed
+        return self._trace
+
+    def _train(self) -> None:
+        plan, sim = self.plan, self.sim
+        agreement = sim.agree(
+            self.number, SimTransport(sim.votes, self), SimTransport(sim.verdicts, self),
+            wait_seconds=1.0, aside=self._aside,
+        )  # fmt: skip
+        knobs = Knobs(self)
+        boundary = Boundary(
+            rank=self.number, actions=dict.fromkeys(ACTIONS, knobs),  # type: ignore[arg-type]
+            capabilities=dict, journal=Memory(), agreement=agreement, disarm=Vetoes(self),  # type: ignore[arg-type]
+            mode="auto", send=self.results.append, attempt=lambda: 0, on_broken=self._stop, on_stop=self._stop,
+        )  # fmt: skip
+        last = plan.lasts.get(self.number, plan.steps)
+        for step in range(1, last + 1):
+            self.pause()
+            try:
+                is_skipped = plan.asks and agreement.any_bad((self.number, step) in plan.bad, may_act=True)
+            except MustStop as error:
+                self._stop(str(error))
+                return
+            self.state["updates"] += not is_skipped
+            self.finished[step] = dict(self.state)
+            for index, command in enumerate(plan.commands):
+                if plan.arrivals.get((self.number, index), 1) == step:
+                    self.asking = index
+                    boundary.receive(command)
+            boundary.run(step)
+            if self.stopped is not None:
+                last = step  # the watch detaches before the process ends
+                break
+        agreement.leave(last)
+        agreement.close()
+
+    def _aside(self, work: Callable[[], None]) -> Callable[[float], None]:
+        work()  # it does nothing else any more
+        return lambda seconds: None
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+
+
+class Vetoes:
+    """Stands in for the disarm file: refuses what the plan says, at the last moment before a vote."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def reason(self, *, now: bool = False) -> str | None:
+        vetoed = {index for number, index in self._rank.plan.vetoes if number == self._rank.number}
+        return "refused here" if getattr(self._rank, "asking", None) in vetoed else None
+
+
+class Simulation:
+    """`run` plays a plan to its end; `ranks` tell what became of each."""
+
+    def __init__(self, plan: Plan, agree: type[AllRanks] = AllRanks) -> None:
+        self.plan, self.agree = plan, agree
+        self.random = random.Random(plan.seed)
+        self.turn = threading.Semaphore(0)
+        self.votes, self.verdicts = Wire(self), Wire(self)
+        self.num_timeouts = 0
+        self.ranks = [Rank(self, number) for number in range(plan.ranks)]
+
+    def run(self) -> Simulation:
+        for rank in self.ranks:
+            rank.thread.start()
+        idle = 0
+        while alive := [rank for rank in self.ranks if not rank.is_over]:
+            rank = self.random.choice(alive)
+            if rank.is_blocked and idle > 20 * len(alive) and all(other.is_blocked for other in alive):
+                rank.is_out_of_time, idle = True, 0
+                self.num_timeouts += 1
+            before = rank.is_blocked
+            rank.turn.release()
+            self.turn.acquire()
+            idle = idle + 1 if before and rank.is_blocked else 0
+        for rank in self.ranks:
+            rank.thread.join()
+            if rank.error is not None:
+                raise rank.error
+        return self
+
+    def disagreements(self) -> list[tuple[int, dict[int, dict[str, Any]]]]:
+        """Steps that ranks finished in different states."""
+        found = []
+        for step in range(1, self.plan.steps + 1):
+            states = {rank.number: rank.finished[step] for rank in self.ranks if step in rank.finished}
+            if any(state != next(iter(states.values())) for state in states.values()):
+                found.append((step, states))
+        return found
+
+
+def knob(index: int, name: str = "knob", **fields: Any) -> Command:
+    """The `index`-th command of a plan."""
+    params = {"index": index, "name": name, "value": index + 1, **fields.pop("params", {})}
+    values: dict[str, Any] = {
+        "id": f"a{index}", "run": "r", "attempt": 0, "term": 1, "sequence": index + 1, "verb": "apply",
+        "action": "hold_lr", "params": params, "last_step": 1000,
+    }  # fmt: skip
+    return Command(**{**values, **fields})

@@ -1,0 +1,136 @@
+"""Who may act together, and the groups they use; ranks are threads over a store in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+import torch.distributed as dist
+
+from fp8watch.identity import Identity
+from fp8watch.settings import Settings
+from fp8watch.training.agreement import AllRanks, ObserveOnly, SingleProcess
+from fp8watch.training.agreement import join as joining
+from fp8watch.training.agreement.gloo import TwoLevels, shorten
+from fp8watch.training.agreement.join import Note, join, transport, why_not
+from fp8watch.training.agreement.transport import TransportLost
+
+T = TypeVar("T")
+
+
+def note(rank: int, **fields: Any) -> Note:
+    values = {"rank": rank, "host": "a", "run": "r", "attempt": 0, "acts": True, "policy": "p", **fields}
+    return Note(**values)
+
+
+@pytest.mark.parametrize(
+    ("other", "has_agents", "reason"),
+    [
+        ({}, False, None),
+        ({"acts": False}, False, "several ranks: the policy of rank 1 only observes"),
+        ({"policy": "q"}, False, "several ranks: they were given different policies"),
+        ({"run": "s"}, False, "several ranks: they do not go by one run name; set FP8WATCH_RUN"),
+        ({"host": "b"}, True, None),
+        (
+            {"host": "b"},
+            False,
+            "several nodes: each needs an agent that takes commands from one controller (FP8WATCH_AGENT)",
+        ),
+    ],
+)
+def test_who_may_act_together(other, has_agents, reason):
+    assert why_not([note(0), note(1, **other)], has_agents=has_agents) == reason
+
+
+def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
+    found: dict[int, T] = {}
+    threads = [threading.Thread(target=lambda r=rank: found.update({r: work(r)})) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[rank] for rank in range(count)]
+
+
+@pytest.fixture
+def store(monkeypatch) -> dist.Store:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(joining, "_store", lambda meeting: dist.PrefixStore("m", store))
+    return store
+
+
+def identity(rank: int, ranks: int = 2) -> Identity:
+    return Identity(run="r", rank=rank, world_size=ranks, host="a")
+
+
+def test_one_process_needs_nobody():
+    joined = join(identity(0, 1), Settings(), attempt=3, acts=True, policy="p")
+    assert isinstance(joined.agreement, SingleProcess)
+    assert joined.attempt == 3
+
+
+def test_ranks_that_act_meet_and_begin_the_highest_attempt(store):
+    joined = in_threads(2, lambda r: join(identity(r), Settings(), attempt=r, acts=True, policy="p"))
+    assert all(isinstance(j.agreement, AllRanks) and j.attempt == 1 for j in joined)
+    verdicts = in_threads(2, lambda r: joined[r].agreement.any_bad(r == 1, may_act=True))
+    assert verdicts == [True, True]
+    assert in_threads(2, lambda r: joined[r].agreement.any_bad(True, may_act=r == 0)) == [False, False]
+    in_threads(2, lambda r: (joined[r].agreement.leave(0), joined[r].agreement.close()))
+
+
+def test_a_rank_that_never_attaches_leaves_the_run_observed(store):
+    joined = join(identity(0), Settings(join_seconds=0.2), attempt=0, acts=True, policy="p")
+    assert joined.agreement.unavailable == "several ranks: not all of them attached within 0.2 s"
+
+
+def test_an_observing_rank_waits_for_nobody_and_tells_the_acting_ones(store):
+    observer = join(identity(1), Settings(), attempt=0, acts=False, policy="p").agreement
+    assert isinstance(observer, ObserveOnly)
+    assert observer.unavailable is None
+    actor = join(identity(0), Settings(), attempt=0, acts=True, policy="p").agreement
+    assert actor.unavailable == "several ranks: the policy of rank 1 only observes"
+
+
+def test_a_rank_that_does_not_come_is_given_up_after_the_time_set(store):
+    settings = Settings(agreement_seconds=0.5)
+    first, _ = (
+        j.agreement for j in in_threads(2, lambda r: join(identity(r), settings, attempt=0, acts=True, policy="p"))
+    )
+    said: list[str] = []
+    first.on_over = said.append
+    first.due([], 1)
+    assert first.settle(2) is None
+    assert said == ["ranks cannot agree any more: a rank did not come within 0.5 s"]
+    assert first.unavailable == said[0]
+
+
+def test_two_levels_reduce_over_all_ranks_and_fall_together(store):
+    """Two nodes of two ranks each; the threshold of 64 lowered."""
+    notes = [note(rank, host="ab"[rank // 2]) for rank in range(4)]
+    wires = in_threads(4, lambda r: transport(joining._store(""), "votes", notes, r, seconds=5.0, flat_up_to=3))
+    assert all(isinstance(wire, TwoLevels) for wire in wires)
+    for number in range(3):
+        reduced = in_threads(4, lambda r, n=number: wires[r].start([r + n, -r]).wait(5.0))
+        assert reduced == [[number, -3]] * 4
+    wires[3].close()
+
+    def lost(rank: int) -> bool:
+        try:
+            wires[rank].start([0, 0]).wait(10.0)
+        except TransportLost:
+            return True
+        return False
+
+    assert in_threads(3, lost) == [True, True, True]
+    for wire in wires:
+        wire.close()
+
+
+def test_what_gloo_says_is_cut_to_what_a_person_needs():
+    text = "[/__w/x/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by a remote worker"
+    assert shorten(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:1"

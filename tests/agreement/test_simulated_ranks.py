@@ -1,0 +1,136 @@
+"""The protocol under delays, refusals, failures, early ends and kills at any line."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_ranks import Plan, Simulation, knob
+
+from fp8watch.errors import ActionError
+from fp8watch.training.agreement import AllRanks, Fate, Joint
+
+
+def fates(sim: Simulation, command: str) -> list[list[tuple[str, int]]]:
+    return [[(r.status, r.step) for r in rank.results if r.id == command and r.verb == "apply"] for rank in sim.ranks]
+
+
+def test_a_command_takes_effect_on_every_rank_at_the_same_step():
+    sim = Simulation(Plan(ranks=4, commands=[knob(0)], arrivals={(2, 0): 4})).run()
+    assert fates(sim, "a0") == [[("applied", 5), ("applied", 5)]] * 4  # applied, then read back
+    assert all(rank.finished[5]["knob"] == 0 and rank.finished[6]["knob"] == 1 for rank in sim.ranks)
+    assert sim.num_timeouts == 0
+
+
+def test_a_refusal_by_one_rank_holds_for_all():
+    sim = Simulation(
+        Plan(commands=[knob(0), knob(1, "other")], arrivals={(r, 1): 3 for r in range(3)}, vetoes={(1, 0)})
+    )
+    sim.run()
+    assert [[status for status, _ in rank] for rank in fates(sim, "a0")] == [["vetoed"]] * 3
+    assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks)
+
+
+def test_a_command_that_never_reaches_one_rank_expires_and_does_not_block_the_next():
+    late = {(1, 0): 99, **{(r, 1): 2 for r in range(3)}}
+    sim = Simulation(Plan(commands=[knob(0, last_step=5), knob(1, "other")], arrivals=late)).run()
+    assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks)
+    assert fates(sim, "a0")[0] == [("expired", 5)]
+
+
+def test_a_newer_term_ends_what_only_some_ranks_hold_of_the_older():
+    commands = [knob(0), knob(1, "other", term=2, sequence=1)]
+    sim = Simulation(Plan(commands=commands, arrivals={(1, 0): 99, **{(r, 1): 3 for r in range(3)}})).run()
+    assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks)
+    assert [status for status, _ in fates(sim, "a0")[0]] == ["vetoed"]
+
+
+def test_different_commands_under_one_number_are_not_begun():
+    plan = Plan(commands=[knob(0), knob(1, sequence=1)], arrivals={(0, 1): 99, (1, 0): 99, (2, 0): 99})
+    sim = Simulation(plan).run()
+    assert all(rank.state["knob"] == 0 for rank in sim.ranks)
+
+
+@pytest.mark.parametrize("error", [ActionError, RuntimeError])
+def test_what_one_rank_cannot_do_no_rank_trains_on(error):
+    sim = Simulation(Plan(commands=[knob(0)], failures={(1, 0): error})).run()
+    assert not sim.disagreements()
+    is_clean = error is ActionError
+    assert [rank.stopped is None for rank in sim.ranks] == [is_clean] * 3
+    if is_clean:  # the others have taken it back, before the next step
+        assert all(rank.state["knob"] == 0 and len(rank.finished) == 10 for rank in sim.ranks)
+        assert [[status for status, _ in rank] for rank in fates(sim, "a0")] == [["failed"]] * 3
+
+
+def test_what_cannot_be_taken_back_stops_the_ranks_that_have_it():
+    sim = Simulation(Plan(commands=[knob(0, params={"for_good": True})], failures={(1, 0): ActionError})).run()
+    assert not sim.disagreements()
+    assert [rank.stopped is None for rank in sim.ranks] == [False, True, False]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("has_command", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_unequal_ends_hold_nobody_up(asks, has_command, seed):
+    commands = [knob(0)] if has_command else []
+    arrivals = {(rank, 0): 8 for rank in range(3)}
+    sim = Simulation(
+        Plan(commands=commands, arrivals=arrivals, lasts={1: 8}, asks=asks, seed=seed, bad={(2, 4), (0, 10)})
+    ).run()
+    assert sim.num_timeouts == 0
+    assert not sim.disagreements()
+    assert [len(rank.finished) for rank in sim.ranks] == [10, 8, 10]
+    assert all(rank.stopped is None for rank in sim.ranks)
+    if asks:  # step 4 was left out on all ranks for one rank's gradients; after the leaving nothing is
+        assert [rank.state["updates"] for rank in sim.ranks] == [9, 7, 9]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    ranks = draw(st.integers(2, 4))
+    rank, step = st.integers(0, ranks - 1), st.integers(1, 8)
+    count = draw(st.integers(0, 3))
+    some = st.tuples(rank, st.integers(0, 2))
+    return Plan(
+        ranks=ranks,
+        seed=draw(st.integers(0, 2**16)),
+        commands=[knob(i, draw(st.sampled_from("ab")), params={"for_good": draw(st.booleans())}) for i in range(count)],
+        arrivals=draw(st.dictionaries(some, step, max_size=6)),
+        vetoes=draw(st.sets(some, max_size=1)),
+        failures=draw(st.dictionaries(some, st.sampled_from([ActionError, RuntimeError]), max_size=1)),
+        kills=draw(st.dictionaries(rank, st.integers(1, 1500), max_size=2)),
+        lasts=draw(st.dictionaries(rank, st.integers(6, 9), max_size=1)),
+        bad=draw(st.sets(st.tuples(rank, step), max_size=3)),
+        asks=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans())
+def test_no_two_ranks_finish_a_step_in_different_states(plan):
+    sim = Simulation(plan).run()
+    assert not sim.disagreements()
+    if not plan.kills:
+        assert sim.num_timeouts == 0
+
+
+class TrustsTheOthers(AllRanks):
+    """Goes on when a result was lost, and never compares."""
+
+    def _lost(self, reason: str) -> None:
+        self._rounds.lose(reason)
+        self._end(reason)
+
+    def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
+        return Joint("same")
+
+
+def test_the_simulation_finds_what_a_careless_protocol_does_wrong():
+    """Kill at each of many lines: without stop and confirmation some survivors differ; with them none does."""
+    careless = careful = 0
+    for line in range(150, 420, 3):
+        plan = Plan(ranks=3, seed=line, steps=6, commands=[knob(0)], kills={1: line})
+        careless += bool(Simulation(plan, TrustsTheOthers).run().disagreements())
+        careful += bool(Simulation(plan).run().disagreements())
+    assert careless > 0
+    assert careful == 0
