@@ -1,20 +1,23 @@
 """Everything a person can configure that is not policy, each with its unit, default and reason.
 
-Every field is also an environment variable `FP8WATCH_<FIELD>`; an argument of `attach` wins over both.
+Every field is also an environment variable `FP8WATCH_<FIELD>` (an empty one is none); an argument of `attach` wins over both.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from fp8watch.errors import BadInput
 
 
 class Settings(BaseSettings):
     """Settings of one process."""
 
-    model_config = SettingsConfigDict(env_prefix="FP8WATCH_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="FP8WATCH_", frozen=True, extra="ignore", env_ignore_empty=True)
 
     dir: Path = Path(".fp8watch")
     """Where runs, stores and endpoints lie."""
@@ -63,5 +66,17 @@ class Settings(BaseSettings):
     report: bool = True
     """True: attach says once, on rank 0, what is watched and what is not available."""
 
-    log_level: str = "INFO"
+    log_level: Annotated[
+        str, StringConstraints(to_upper=True, pattern=r"(?i)^(debug|info|warning|error|critical)$")
+    ] = "INFO"
     """Level of the background process's log."""
+
+
+def from_environment() -> Settings:
+    """The settings as the environment gives them. Raises `BadInput` that names every variable that is wrong."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise BadInput(
+            [f"environment:1: FP8WATCH_{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()]
+        ) from error

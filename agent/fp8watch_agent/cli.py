@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput
-from fp8watch.settings import Settings
+from fp8watch.settings import from_environment
 from fp8watch.transport.channel import agent_address
 from fp8watch_agent import program
 from fp8watch_agent.options import AgentOptions
@@ -44,7 +44,11 @@ def agent(
     log_level: Annotated[str | None, typer.Option(help="Level of the log on stderr.")] = None,
 ) -> None:
     """Serve until told to stop (SIGTERM), or embedded until the run ends."""
-    settings = Settings()
+    try:
+        settings = from_environment()
+    except BadInput as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
     if embedded and (run is None or socket is None):
         raise typer.BadParameter("--embedded needs --run and --socket")
     logging.basicConfig(

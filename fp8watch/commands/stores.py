@@ -32,9 +32,9 @@ class Found:
 
 def folder(directory: Path | None) -> Path:
     """The folder that is meant."""
-    from fp8watch.settings import Settings
+    from fp8watch.settings import from_environment
 
-    return (Settings().dir if directory is None else directory).absolute()
+    return (from_environment().dir if directory is None else directory).absolute()
 
 
 def store_files(directory: Path) -> list[Path]:

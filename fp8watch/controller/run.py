@@ -198,6 +198,9 @@ class RunPilot:
                 self.run, finding.step, finding.severity, finding.detector, finding.cause, finding.onset_step,
                 finding.tensor or "whole run",
             )  # fmt: skip
+        if findings:  # of closed incidents nobody asks any more
+            known = {self._prefix + incident.id for incident in self._pipeline.open_incidents()}
+            self._evidence = {name: finding for name, finding in self._evidence.items() if name in known}
         view = self._view()
         for record in self._ledger.passed(sample.step, view.troubles):
             self._label(record)

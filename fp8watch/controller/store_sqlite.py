@@ -97,9 +97,15 @@ class SqliteStore:
         self._db.execute("COMMIT")
 
     def runs(self) -> list[RunRecord]:
-        """All runs, oldest first."""
+        """All runs, oldest first. A damaged record is left out."""
         rows = self._db.execute("SELECT body FROM records WHERE kind = 'run' ORDER BY id").fetchall()
-        return [record for (body,) in rows if isinstance(record := wire.unpack_stored(body), RunRecord)]
+        found = []
+        for (body,) in rows:
+            with contextlib.suppress(WireError):
+                record = wire.unpack_stored(body)
+                if isinstance(record, RunRecord):
+                    found.append(record)
+        return found
 
     def append(self, run: str, records: Iterable[Stored]) -> None:
         """Keep records in one transaction. Raises `sqlite3.Error` with nothing written (disk full, locked)."""
