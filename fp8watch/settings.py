@@ -1,6 +1,7 @@
 """Everything a person can configure that is not policy, each with its unit, default and reason.
 
-Every field is also an environment variable `FP8WATCH_<FIELD>` (an empty one is none); an argument of `attach` wins over both.
+Every field is also an environment variable `FP8WATCH_<FIELD>` (an empty one is none); an argument of `attach` wins
+over both.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ def _socket(home: Path) -> Check:
 
 
 def _port() -> Check:
-    from fp8watch.settings import Settings
+    from fp8watch.settings import from_environment
 
-    wanted = Settings().metrics_port
+    wanted = from_environment().metrics_port
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -148,7 +148,7 @@ class RunController:
 
     def _hello(self, hello: Hello) -> list[Reply]:
         run = self._runs.get(hello.run)
-        if run is None or (not run.pilot.ranks and not _is_same_process(run.record.hello, hello)):
+        if run is None or _is_started_anew(run, hello):
             run = self._start(hello)
             self._runs[hello.run] = run
         run.pilot.hello(hello)
@@ -286,11 +286,21 @@ def _is_due(now: float, last: float, seconds: float) -> bool:
     return not 0.0 <= now - last < seconds
 
 
+def _is_started_anew(run: _Run, hello: Hello) -> bool:
+    """Whether training was started again since. The end of the process before may not have been noticed yet, and a
+    start is no rollback: checkpoints of the attempt before are as good as they were."""
+    before = run.pilot.ranks.get(hello.rank)
+    if before is not None:
+        return (before.pid, before.host) != (hello.pid, hello.host)
+    return not run.pilot.ranks and not _is_same_process(run.record.hello, hello)
+
+
 def _is_same_process(known: Hello, hello: Hello) -> bool:
     """Whether a hello comes from the training processes that are known already, and not from ones started anew.
 
     Of another rank than the one that is known only the attempt can be compared: every start begins a new one.
     """
     if known.rank == hello.rank:
-        return (known.pid, known.host) == (hello.pid, hello.host)
+        # Attached anew in the same process it has another attempt, and nothing in force.
+        return (known.pid, known.host, known.attempt) == (hello.pid, hello.host, hello.attempt)
     return known.attempt == hello.attempt

@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from fp8watch import policy as policies
 from fp8watch import rng
 from fp8watch.checkpoints import Checkpoints
-from fp8watch.errors import BadInput
 from fp8watch.policy.load import parse, read
-from fp8watch.settings import Settings
+from fp8watch.settings import Settings, from_environment
 from fp8watch.training import report
 from fp8watch.training.assemble import Arguments, assemble
 from fp8watch.training.watch import Watch
@@ -95,7 +93,7 @@ def _attach(arguments: dict[str, Any], settings: Settings | None) -> Watch:
     text, name = read(policy)
     parsed = parse(text, name)
     if settings is None:
-        settings = _settings()
+        settings = from_environment()
     made = assemble(
         Arguments(
             model=arguments["model"],
@@ -151,15 +149,6 @@ def _known(model: torch.nn.Module, optimizer: torch.optim.Optimizer, arguments: 
 
 def _same(name: str, first: Any, second: Any) -> bool:
     return bool(first == second) if name in _BY_VALUE else first is second
-
-
-def _settings() -> Settings:
-    try:
-        return Settings()
-    except ValidationError as error:
-        raise BadInput(
-            [f"environment:1: FP8WATCH_{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()]
-        ) from error
 
 
 def _at_exit(reference: weakref.ref[Watch], pid: int) -> None:

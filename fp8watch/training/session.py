@@ -189,9 +189,10 @@ class Session:
             self.recorder.restart_clock()
 
     def label(self, update: LedgerUpdate) -> None:
-        """Take in the controller's verdict on a checkpoint."""
-        if self.context.checkpoints is not None:
-            self.context.checkpoints.label(update.checkpoint, update.label, update.reason)
+        """Take in the controller's verdict on a checkpoint; it also knows those that rotation has removed since."""
+        manager = self.context.checkpoints
+        if manager is not None and any(record.checkpoint == update.checkpoint for record in manager.records()):
+            manager.label(update.checkpoint, update.label, update.reason)
 
     def stop(self, reason: str) -> None:
         """Other ranks may be in another state: make no further optimizer step."""

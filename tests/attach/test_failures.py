@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
-from watched_training import Trainer
+from watched_training import RecordingChannel, Trainer
 
 import fp8watch
-from fp8watch.records import StepFrame
+from fp8watch.records import LedgerUpdate, StepFrame
 from fp8watch.training.guard import FAILURES_TO_DISABLE, Guard
 
 
@@ -131,3 +134,22 @@ def test_disk_full_at_a_checkpoint_is_said_and_training_goes_on(trainer, channel
     assert watch.global_step == 8
     assert "could not be saved" in caplog.text
     assert watch.failures["checkpoints"] == 4
+
+
+def test_verdicts_on_checkpoints_that_rotation_removed_do_not_switch_labels_off(
+    trainer: Trainer, channel: Callable[[], RecordingChannel], tmp_path: Path
+) -> None:
+    watch = fp8watch.attach(
+        trainer.model, trainer.optimizer, checkpoints=fp8watch.Checkpoints(tmp_path / "ckpt", every=1, keep=2)
+    )
+    link = channel()
+    for _ in range(2 * FAILURES_TO_DISABLE):
+        link.replies.append(LedgerUpdate(run=watch.run, checkpoint="step-00000000-attempt-0", label="good", reason=""))
+    trainer.steps(watch, 1)
+    link.replies.append(
+        LedgerUpdate(run=watch.run, checkpoint="step-00000001-attempt-0", label="tainted", reason="onset")
+    )
+    trainer.steps(watch, 1)
+    assert watch.failures == {}
+    labels = [record.label for record in watch._session.checkpoint_records()]
+    assert labels == ["tainted", "candidate"]

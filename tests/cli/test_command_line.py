@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from typer.testing import CliRunner, Result
 from fp8watch.cli import build
 from fp8watch.controller import markers
 from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.errors import BadInput
 from fp8watch.records import ActionRecord, CheckpointRecord, Finding, Hello, RunRecord
+from fp8watch.settings import from_environment
 
 APP = build()
 
@@ -147,6 +150,27 @@ def test_a_file_that_is_no_store_is_said_and_left_out(home: Path) -> None:
     result = call("runs", "list", "--json", "--dir", str(home))
     assert len(json.loads(result.stdout)) == 2
     assert "not readable as a store" in result.stderr
+
+
+def test_one_damaged_record_does_not_hide_the_other_runs(home: Path) -> None:
+    with contextlib.closing(sqlite3.connect(home / "runs" / "first" / "store.sqlite")) as database, database:
+        database.execute("UPDATE records SET body = x'00ff' WHERE kind = 'run'")
+    result = call("runs", "list", "--json", "--dir", str(home))
+    assert [row["run"] for row in json.loads(result.stdout)] == ["second"]
+
+
+def test_a_bad_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8WATCH_METRICS_PORT", "99999")
+    monkeypatch.setenv("FP8WATCH_LOG_LEVEL", "loud")
+    monkeypatch.setenv("FP8WATCH_DIR", "")
+    with pytest.raises(BadInput) as caught:
+        from_environment()
+    fields = [problem.split(": ")[1] for problem in caught.value.problems]
+    assert fields == ["FP8WATCH_METRICS_PORT", "FP8WATCH_LOG_LEVEL"]
+    monkeypatch.setenv("FP8WATCH_METRICS_PORT", "")
+    monkeypatch.setenv("FP8WATCH_LOG_LEVEL", "debug")
+    settings = from_environment()
+    assert (settings.metrics_port, settings.log_level, settings.dir) == (9464, "DEBUG", Path(".fp8watch"))
 
 
 def test_the_command_line_needs_neither_torch_nor_the_agents_libraries(home: Path) -> None:

@@ -17,7 +17,7 @@ from fp8watch.controller.store_memory import MemoryStore
 from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.detect.base import Sample
 from fp8watch.policy.budgets import refusal
-from fp8watch.records import ActionRecord, Finding, Goodbye, Hello, StepFrame, Stored, Welcome
+from fp8watch.records import ActionRecord, CheckpointRecord, Finding, Goodbye, Hello, StepFrame, Stored, Welcome
 
 TEXT = """
 version: 1
@@ -185,6 +185,18 @@ def test_what_waits_for_a_person_expires_when_the_run_is_resumed() -> None:
     (record,) = scene.actions()
     assert record.status == "expired"
     assert "attempt 1 began" in record.reason
+
+
+@pytest.mark.parametrize(("pid", "is_new"), [(1, False), (2, True)])
+def test_a_start_before_the_end_of_the_last_process_was_noticed_is_no_rollback(pid: int, is_new: bool) -> None:
+    scene = box(checkpoint_steps=(10, 20))
+    scene.run(40)
+    pilot = scene.controller._runs["r"].pilot
+    hello = pilot.ranks[0]
+    scene.controller.receive(msgspec.structs.replace(hello, pid=pid, attempt=1, step=0))
+    assert (scene.controller._runs["r"].pilot is not pilot) == is_new
+    labels = {record.label for record in scene.store.read("r", CheckpointRecord)}
+    assert labels == ({"good"} if is_new else {"tainted"})
 
 
 @pytest.mark.parametrize(("pid", "state"), [(1, True), (2, False)])
