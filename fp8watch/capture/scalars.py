@@ -28,7 +28,10 @@ def as_scalar(value: Any, name: str = "loss") -> Scalar:
     if isinstance(value, np.ndarray | np.generic) and value.size == 1 and value.dtype.kind in "fiub":
         return float(value.reshape(()))
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise NotAScalar(f"{name} is an integer beyond the range of a float") from error
     raise NotAScalar(f"{name} is {_describe(value)}; fp8watch wants one number: a 0-D tensor, a float, a numpy scalar")
 
 

@@ -247,7 +247,9 @@ class RunPilot:
         elif conclusion.result == "expired":
             self._state = events.expired(self._state, action_id)
         else:
-            self._state = events.failed(self._state, action_id, _failure(conclusion))
+            self._state = events.failed(
+                self.policy, self._state, action_id, _failure(conclusion), was_applied=conclusion.readback == "failed"
+            )
 
     # A new timeline
 

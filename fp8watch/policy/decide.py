@@ -33,6 +33,7 @@ BUILDS_ON = frozenset({"rollback", "bf16_all", "halt"})
 def decide(policy: Policy, state: PolicyState, view: View) -> tuple[PolicyState, list[Decision]]:
     """The next state and what is to be done and written down now."""
     turn = _Turn(policy, state, view)
+    turn.undo_leftovers()
     turn.judge()
     turn.hear_people()
     turn.end_by_itself()
@@ -52,6 +53,13 @@ class _Turn:
         self.is_busy = view.is_busy
 
     # Outcomes
+
+    def undo_leftovers(self) -> None:
+        if self.is_busy or not self.state.leftovers:
+            return
+        held, *others = self.state.leftovers
+        self.state = replace(self.state, leftovers=tuple(others))
+        self._revert(held, held.layers, "not in force when read back")
 
     def judge(self) -> None:
         for track in self.state.tracks:

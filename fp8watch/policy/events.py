@@ -66,11 +66,19 @@ def _end(track: Track, view: View) -> int | None:
     return None
 
 
-def failed(state: PolicyState, action_id: str, why: str, *, is_in_force: bool = False) -> PolicyState:
-    """It was not applied, or reading back showed that it is not in force: the next rung, at once."""
+def failed(policy: Policy, state: PolicyState, action_id: str, why: str, *, was_applied: bool = False) -> PolicyState:
+    """It was not applied, or reading back showed that it is not in force: the next rung, at once.
+
+    What was applied and then not found in force is undone first: silently ignored settings may wake up later.
+    """
     track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
     if track is None:
         return state
+    rung = _rung(policy, track)
+    if was_applied and rung is not None and rung.revertible:
+        layers = tuple(track.params.get("layers", ()))
+        left = InForce(action_id=action_id, action=track.action, rule=track.rule, params=track.params, layers=layers)
+        state = replace(state, leftovers=(*state.leftovers, left))
     return state.with_track(replace(track, phase="open", is_due=True, rung=track.rung + 1, why=why))
 
 

@@ -70,6 +70,8 @@ class PolicyState:
 
     tracks: tuple[Track, ...] = ()
     in_force: tuple[InForce, ...] = ()
+    leftovers: tuple[InForce, ...] = ()
+    """Applied, but not as asked when read back: to be undone, for half a change may still be there."""
     spent: Spent = field(default_factory=Spent)
     next_number: int = 1
 

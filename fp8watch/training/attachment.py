@@ -114,6 +114,9 @@ def _attach(arguments: dict[str, Any], settings: Settings | None) -> Watch:
     watch = made.watch
     if arguments["mesh"] is not None:
         watch.note_once("mesh= is not used yet: all ranks of the job act together")
+    if _attached:
+        names = ", ".join(entry.watch.run for entry in _attached)
+        watch.note_once(f"still attached to other models, which are kept alive by it: {names}; detach() lets go")
     entry = _Attached(watch, arguments)
     _attached.append(entry)
     made.session.on_detach = lambda: _attached.remove(entry) if entry in _attached else None

@@ -238,8 +238,14 @@ class Watch:
 
     def _send_evaluation(self, scores: Mapping[str, Any]) -> None:
         session = self._session
-        values = {str(name): float(value) for name, value in scores.items()}
-        session.uplink.send(Evaluation(run=self.run, attempt=session.attempt, step=session.step, scores=values))
+        values = {}
+        for name, value in scores.items():
+            try:
+                values[str(name)] = float(value)
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                session.note(f"evaluation: {name} is {type(value).__name__}, one number is wanted")
+        if values:
+            session.uplink.send(Evaluation(run=self.run, attempt=session.attempt, step=session.step, scores=values))
 
     def _send_last(self, reason: str) -> None:
         self._session.send_frames(wait=True)

@@ -103,6 +103,9 @@ def test_evaluation_scores_are_recorded(trainer, channel):
     watch, _ = watched(trainer, channel)
     watch.step(1.0)
     watch.evaluation({"hellaswag": np.float32(0.5), "piqa": torch.tensor(0.25)})
-    watch.evaluation({"bad": object()})
-    (evaluation,) = channel().of(Evaluation)
-    assert (evaluation.step, evaluation.scores) == (1, {"hellaswag": 0.5, "piqa": 0.25})
+    for _ in range(5):  # bad input is said once and switches nothing off
+        watch.evaluation({"bad": object(), "none": None})
+    watch.evaluation({"bad": "x", "arc": 0.75})
+    first, second = channel().of(Evaluation)
+    assert (first.step, first.scores) == (1, {"hellaswag": 0.5, "piqa": 0.25})
+    assert second.scores == {"arc": 0.75}

@@ -27,6 +27,18 @@ rules:
 """
 
 
+BF16 = """
+version: 1
+mode: auto
+rules:
+  - name: scales
+    when: {detector: scale_frozen, severity: act}
+    ladder:
+      - {action: bf16_layers, scope: layer, max_share: 1.0, settle_steps: 20}
+      - {action: bf16_all, settle_steps: 20}
+"""
+
+
 def policy(mode: str = "auto", actions: int = 10, rollbacks: int = 5, hold: int = 500) -> str:
     return SCALES.format(mode=mode, actions=actions, rollbacks=rollbacks, hold=hold)
 
@@ -90,6 +102,17 @@ def test_a_remedy_that_is_not_in_force_when_read_back_is_no_success() -> None:
     repair, switch = box.actions()
     assert (repair.status, repair.readback, repair.outcome) == ("failed", "failed", "no_effect")
     assert switch.decided_step <= repair.decided_step + 2, "the next rung does not wait for a settling window"
+
+
+def test_what_was_applied_but_not_found_in_force_is_undone_before_the_next_rung() -> None:
+    box = Frozen("bf16_all").build(BF16)
+    box.rank.unread = ("bf16_layers",)
+    box.run(140)
+    assert [(verb, action) for _, verb, action in box.commanded()] == [
+        ("apply", "bf16_layers"),
+        ("revert", "bf16_layers"),
+        ("apply", "bf16_all"),
+    ]
 
 
 def test_an_action_the_run_cannot_do_is_recorded_and_passed_over_at_once() -> None:

@@ -163,7 +163,7 @@ def test_whatever_happens_one_command_at_a_time_and_never_in_a_settling_window(
                 assert command.rung is not None
                 quiet_until = step + command.rung.settle_steps
             else:
-                state = events.failed(state, command.action_id, "did not work")
+                state = events.failed(policy, state, command.action_id, "did not work")
         ids = [item.action_id for item in decisions if item.kind in {"apply", "propose", "wait", "record"}]
         assert len(ids) == len(set(ids))
     assert sum(at > 0 for at in state.spent.actions) <= policy.budgets.actions_per_1000_steps
