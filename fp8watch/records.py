@@ -211,6 +211,7 @@ class CheckpointRecord(Record, frozen=True, kw_only=True, tag="checkpoint"):
     step: int
     """Updates done when it was saved."""
     path: str
+    """Its folder; empty once rotation has removed it."""
     label: CheckpointLabel
     reason: str = ""
     has_data_position: bool = False

@@ -140,7 +140,8 @@ class CheckpointManager:
         record = to_record(written, folder, reason=reason)
         self.ledger.put(record)
         self.on_change(record)
-        rotation.rotate(self.ledger, self.config.keep)
+        for gone in rotation.rotate(self.ledger, self.config.keep):
+            self.on_change(gone)
         return record
 
     def restore(

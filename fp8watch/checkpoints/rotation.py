@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from fp8watch.checkpoints.ledger import Ledger
 from fp8watch.errors import CheckpointError
 from fp8watch.records import CheckpointRecord
@@ -33,8 +35,12 @@ def surplus(records: Sequence[CheckpointRecord], keep: int) -> list[CheckpointRe
     return order[:excess]
 
 
-def rotate(ledger: Ledger, keep: int) -> None:
-    """Remove surplus folders and their ledger entries; a folder that cannot be removed stays and is said."""
+def rotate(ledger: Ledger, keep: int) -> list[CheckpointRecord]:
+    """Remove surplus folders and their ledger entries; those that are gone, their path emptied.
+
+    A folder that cannot be removed stays and is said.
+    """
+    gone = []
     for record in surplus(ledger.checkpoints, keep):
         try:
             folder = Path(record.path)
@@ -42,9 +48,11 @@ def rotate(ledger: Ledger, keep: int) -> None:
             doomed = folder.with_name(f"{UNFINISHED}{folder.name}.{os.getpid()}")
             os.rename(folder, doomed)
             ledger.drop(record.checkpoint)
+            gone.append(msgspec.structs.replace(record, path=""))
             shutil.rmtree(doomed)
         except (OSError, CheckpointError) as error:
             logger.warning("old checkpoint %s could not be removed: %s", record.checkpoint, error)
+    return gone
 
 
 def clear_unfinished(root: Path) -> None:

@@ -53,6 +53,8 @@ def choose_target(
 def _refusal(
     record: CheckpointRecord, onset_step: int, rung: Rollback, used: Mapping[str, int], per_checkpoint: int
 ) -> str | None:
+    if not record.path:
+        return "rotated away"
     if record.step >= onset_step - rung.margin_steps:
         return f"not {rung.margin_steps + 1} steps before the onset"
     if record.label == "tainted":

@@ -168,7 +168,8 @@ def test_the_ledger_is_readable_json_outside_the_folders(tmp_path: Path) -> None
 
 def test_rotation_keeps_the_last_good_one_and_the_newest(tmp_path: Path) -> None:
     run = PlainRun(tmp_path, keep=2)
-    names = []
+    names, told = [], []
+    run.manager.on_change = lambda record: told.append((record.checkpoint, bool(record.path)))
     for number in range(6):
         run.step()
         names.append(run.save())
@@ -178,6 +179,8 @@ def test_rotation_keeps_the_last_good_one_and_the_newest(tmp_path: Path) -> None
     assert kept == [names[1], names[5]]
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == sorted(kept)
     assert run.manager.restore(names[1]).step == 2
+    # Whoever chooses a target must know what is gone.
+    assert [name for name, exists in told if not exists] == [names[0], *names[2:5]]
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:

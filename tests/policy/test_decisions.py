@@ -23,7 +23,7 @@ checkpoints = st.lists(
     st.builds(
         CheckpointRecord,
         run=st.just("r"), attempt=st.just(0), checkpoint=st.uuids().map(str), step=st.integers(0, 200),
-        path=st.just("/c"), label=st.sampled_from(LABELS), has_data_position=st.booleans(),
+        path=st.sampled_from(["/c", ""]), label=st.sampled_from(LABELS), has_data_position=st.booleans(),
     ),
     max_size=8,
 )  # fmt: skip
@@ -42,6 +42,7 @@ def test_a_rollback_goes_to_the_newest_good_one_before_the_onset_or_nowhere(
         for record in saved
         if record.step < onset - margin
         and record.label == "good"
+        and record.path  # not rotated away
         and (accept or record.has_data_position)
         and record.checkpoint not in used
     ]
