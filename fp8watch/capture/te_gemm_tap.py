@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from fp8watch.capture.patches import Patches
 from fp8watch.capture.te_tensors import is_delayed, scale_addresses
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class GemmTap:
         self._local = _Local()
         self._owners: dict[int, tuple[weakref.ref[Any], int]] = {}
         """Address of a scale array -> module and number of the GEMM whose operand it scales."""
-        self._patched: list[tuple[Any, str, Any, Any]] = []
+        self._patches = Patches()
         self.num_failures = 0
         """Subscribers that raised and were dropped."""
         self.num_unmatched = 0
@@ -60,7 +61,7 @@ class GemmTap:
     def subscribe(self, subscriber: Subscriber) -> None:
         """Raises `ImportError` or `AttributeError` where this TE has no such functions."""
         with self._lock:
-            if not self._patched:
+            if not self._patches:
                 self._install()
             self._subscribers = (*self._subscribers, subscriber)
 
@@ -78,21 +79,10 @@ class GemmTap:
         places += [(module, GEMM, self._tapped_gemm) for module in consumers if hasattr(module, GEMM)]
         if len(places) == 1:
             raise AttributeError(f"no {GEMM} in {self._package}")
-        for holder, name, make in places:
-            original = getattr(holder, name)
-            ours = make(original)
-            setattr(holder, name, ours)
-            self._patched.append((holder, name, original, ours))
+        self._patches.put(places)
 
     def _uninstall(self) -> None:
-        # Somebody who patched on top of us keeps ours underneath: without subscribers it only hands on.
-        left = []
-        for holder, name, original, ours in self._patched:
-            if getattr(holder, name) is ours:
-                setattr(holder, name, original)
-            else:
-                left.append((holder, name, original, ours))
-        self._patched = left
+        self._patches.take_out()
         self._owners.clear()
 
     def _tapped_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:

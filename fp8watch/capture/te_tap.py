@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from fp8watch.capture.patches import Patches
+
 logger = logging.getLogger(__name__)
 
 UPDATE = "fused_amax_and_scale_update_after_reduction"
@@ -33,8 +35,7 @@ class UpdateTap:
 
     def __init__(self, extension: Any) -> None:
         self._extension = extension
-        self._original: Callable[..., Any] | None = None
-        self._installed: Callable[..., Any] | None = None
+        self._patches = Patches()
         self._subscribers: tuple[Subscriber, ...] = ()
         self._lock = threading.Lock()
         self.num_failures = 0
@@ -43,8 +44,8 @@ class UpdateTap:
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call `subscriber` at every update from now on."""
         with self._lock:
-            if self._original is None:
-                self._install()
+            if not self._patches:
+                self._patches.put([(self._extension, UPDATE, self._tapped)])
             self._subscribers = (*self._subscribers, subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
@@ -52,11 +53,9 @@ class UpdateTap:
         with self._lock:
             self._subscribers = tuple(s for s in self._subscribers if s != subscriber)
             if not self._subscribers:
-                self._remove()
+                self._patches.take_out()
 
-    def _install(self) -> None:
-        original = getattr(self._extension, UPDATE)
-
+    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def tapped(amax: torch.Tensor, histories: Any, scales: Any, *rest: Any, **options: Any) -> Any:
             for subscriber in self._subscribers:
                 try:
@@ -67,14 +66,7 @@ class UpdateTap:
                     self._subscribers = tuple(s for s in self._subscribers if s != subscriber)
             return original(amax, histories, scales, *rest, **options)
 
-        setattr(self._extension, UPDATE, tapped)
-        self._original, self._installed = original, tapped
-
-    def _remove(self) -> None:
-        if self._original is not None and getattr(self._extension, UPDATE) is self._installed:
-            setattr(self._extension, UPDATE, self._original)
-            self._original = self._installed = None
-        # Somebody patched on top of us: ours stays underneath as a pass-through until they leave.
+        return tapped
 
 
 _taps: dict[int, UpdateTap] = {}

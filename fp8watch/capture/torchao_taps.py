@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from fp8watch.capture.patches import Patches
 from fp8watch.capture.torchao_compiled import noted_forward
 
 logger = logging.getLogger(__name__)
@@ -68,15 +69,14 @@ class CastTaps:
         self._taps: tuple[Tap, ...] = ()
         self._local = _Local()
         self._lock = threading.Lock()
-        self._patched: list[tuple[Any, str, Any, Any]] = []
-        """Holder, attribute, original, ours."""
+        self._patches = Patches()
         self.num_failures = 0
         """Taps that raised and were dropped."""
 
     def add(self, tap: Tap) -> None:
         """Listen from now on. Raises `ImportError` or `AttributeError` where this torchao has no such cast."""
         with self._lock:
-            if not self._patched:
+            if not self._patches:
                 self._install()
             self._taps = (*self._taps, tap)
 
@@ -85,12 +85,12 @@ class CastTaps:
         with self._lock:
             self._taps = tuple(other for other in self._taps if other is not tap)
             if not self._taps:
-                self._uninstall()
+                self._patches.take_out()
 
     @property
     def is_installed(self) -> bool:
         """Whether any patch is in place."""
-        return bool(self._patched)
+        return bool(self._patches)
 
     def _install(self) -> None:
         linear = importlib.import_module("torchao.float8.float8_linear").Float8Linear
@@ -100,26 +100,10 @@ class CastTaps:
             (scaling, TO_SCALE[1], self._tapped_scale),
             (linear, "forward", self._tapped_forward),
         ]
-        for holder, name, _ in places:
-            getattr(holder, name)
         fsdp = importlib.import_module(CASTS[1])
         if hasattr(fsdp, CAST):
             places.append((fsdp, CAST, self._tapped_cast))
-        for holder, name, make in places:
-            original = getattr(holder, name)
-            ours = make(original)
-            setattr(holder, name, ours)
-            self._patched.append((holder, name, original, ours))
-
-    def _uninstall(self) -> None:
-        # Somebody who patched on top of us keeps ours underneath: without taps it only hands on.
-        left = []
-        for holder, name, original, ours in self._patched:
-            if getattr(holder, name) is ours:
-                setattr(holder, name, original)
-            else:
-                left.append((holder, name, original, ours))
-        self._patched = left
+        self._patches.put(places)
 
     def _tapped_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def amax_to_scale(amax: torch.Tensor, *args: Any, **options: Any) -> Any:

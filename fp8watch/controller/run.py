@@ -24,7 +24,7 @@ from fp8watch.policy import events
 from fp8watch.policy.decide import decide
 from fp8watch.policy.schema import Policy
 from fp8watch.policy.state import Decision, PolicyState
-from fp8watch.policy.view import Trouble, View
+from fp8watch.policy.view import Trouble, View, trouble_of
 from fp8watch.records import (
     CheckpointRecord,
     CommandResult,
@@ -319,19 +319,9 @@ class RunPilot:
     def _trouble(self, incident: Incident) -> Trouble:
         name = self._prefix + incident.id
         finding = self._evidence.get(name)
-        return Trouble(
-            incident=name,
-            detector=incident.detector,
-            cause=incident.cause,
-            severity=incident.severity,
-            onset_step=incident.onset_step,
-            first_step=incident.first_step,
-            last_seen_step=incident.last_seen_step,
-            layers=tuple(incident.layers),
-            tensors=tuple(incident.tensors),
-            finding=finding.id if finding is not None else "",
-            evidence=finding.evidence if finding is not None else {},
-        )
+        if finding is None:
+            return trouble_of(incident, name=name, finding="", evidence={})
+        return trouble_of(incident, name=name, finding=finding.id, evidence=finding.evidence)
 
     def _named(self, finding: Finding) -> Finding:
         if not self._prefix:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from fp8watch.detect.incidents import Incident
 from fp8watch.records import Cause, CheckpointRecord, Severity
 
 
@@ -29,6 +30,23 @@ class Trouble:
     finding: str = ""
     """Id of its newest finding."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+def trouble_of(incident: Incident, *, name: str, finding: str, evidence: Mapping[str, Any]) -> Trouble:
+    """An incident under the name that the run knows it by, with its newest finding."""
+    return Trouble(
+        incident=name,
+        detector=incident.detector,
+        cause=incident.cause,
+        severity=incident.severity,
+        onset_step=incident.onset_step,
+        first_step=incident.first_step,
+        last_seen_step=incident.last_seen_step,
+        layers=tuple(incident.layers),
+        tensors=tuple(incident.tensors),
+        finding=finding,
+        evidence=evidence,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from fp8watch.detect.pipeline import Pipeline
 from fp8watch.policy.decide import decide
 from fp8watch.policy.schema import Policy
 from fp8watch.policy.state import PolicyState
-from fp8watch.policy.view import Trouble, View
+from fp8watch.policy.view import View, trouble_of
 
 KEPT_STEPS = 512
 
@@ -42,19 +42,7 @@ class Proposals:
         if scalars.get("grad_norm", 0.0) < float("inf") and "grad_norm" in scalars:
             self._norms.append(scalars["grad_norm"])
         troubles = tuple(
-            Trouble(
-                incident=incident.id,
-                detector=incident.detector,
-                cause=incident.cause,
-                severity=incident.severity,
-                onset_step=incident.onset_step,
-                first_step=incident.first_step,
-                last_seen_step=incident.last_seen_step,
-                layers=tuple(incident.layers),
-                tensors=tuple(incident.tensors),
-                finding=incident.findings[-1],
-                evidence=incident.evidence,
-            )
+            trouble_of(incident, name=incident.id, finding=incident.findings[-1], evidence=incident.evidence)
             for incident in pipeline.open_incidents()
         )
         if not troubles:

@@ -1,6 +1,6 @@
 """Transformer Engine's current and block scaling on a GPU with the real library.
 
-python -m pytest tests/gpu/test_te_stateless.py -m gpu
+python -m pytest tests/gpu/test_gpu_te_stateless.py -m gpu
 """
 
 from __future__ import annotations

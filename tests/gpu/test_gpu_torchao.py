@@ -1,6 +1,6 @@
 """torchao float8 layers on a GPU: real FP8 GEMMs, eager and compiled.
 
-python -m pytest tests/gpu/test_torchao.py -m gpu
+python -m pytest tests/gpu/test_gpu_torchao.py -m gpu
 """
 
 from __future__ import annotations
