@@ -24,10 +24,9 @@ check: $(STAMP)dev
 	$(BIN)/lint-imports
 
 unit: $(STAMP)dev
-	$(BIN)/python -m pytest -m "not acceptance" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-acceptance: $(STAMP)dev system
-	$(BIN)/python -m pytest -m acceptance --timeout 5400 $(PYTEST_ARGS)
+acceptance: $(STAMP)dev
 	$(BIN)/python bench/scenarios.py
 
 .PHONY: system

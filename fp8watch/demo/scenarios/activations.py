@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ class _InputFault(OneOff):
     def _pass(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return (self.change(args[0]),) if self._steps_left else None
 
+    @abstractmethod
     def change(self, activation: torch.Tensor) -> torch.Tensor:
         """The faulty input; (B, T, features) as it comes."""
-        raise NotImplementedError
 
 
 class NanActivation(_InputFault):

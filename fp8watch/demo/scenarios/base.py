@@ -7,6 +7,7 @@ scenario says which.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class Fault:
         """Step `step` (counted from 1) begins. Called again for steps that are replayed."""
 
 
-class OneOff(Fault):
+class OneOff(Fault, ABC):
     """Happens once, when step `fault_step` begins for the first time."""
 
     def __init__(self, fault_step: int) -> None:
@@ -57,9 +58,9 @@ class OneOff(Fault):
         assert self._model is not None
         self.happen(self._model)
 
+    @abstractmethod
     def happen(self, model: nn.Module) -> None:
         """The fault itself."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
