@@ -120,8 +120,9 @@ def test_promtool_has_nothing_to_say_about_the_live_endpoint(run: _Run) -> None:
 
 def test_promql_gives_the_saturation_ratio(run: _Run) -> None:
     ratio = "sum(rate(fp8watch_saturated_elements_total[6s])) / sum(rate(fp8watch_quantized_elements_total[6s]))"
-    assert run.prometheus.query(ratio) == [pytest.approx(SATURATED / QUANTIZED / 3, rel=1e-6)]
-    assert run.prometheus.query(ratio.replace("sum(", "sum by (run) (")) == run.prometheus.query(ratio)
+    expected = pytest.approx(SATURATED / QUANTIZED / 3, rel=1e-6)
+    assert run.prometheus.query(ratio) == [expected]
+    assert run.prometheus.query(ratio.replace("sum(", "sum by (run) (")) == [expected]
     by_class = 'sum(fp8watch_saturated_elements_total{run="r",tensor="input"})'
     assert run.prometheus.query(by_class) == [SATURATED * 2 * NUM_STEPS]
 
