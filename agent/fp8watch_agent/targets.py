@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
-import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
 from fp8watch.transport import endpoint as endpoints
-from fp8watch.transport.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +29,6 @@ def refresh(directory: Path) -> None:
         groups = [
             {"targets": [urlsplit(e.metrics_url).netloc], "labels": {"__meta_fp8watch_run": e.run}}
             for e in endpoints.read_all(directory)
-            if e.metrics_url and e.state == "live" and not _is_gone(e)
+            if e.metrics_url and e.state == "live" and not endpoints.is_gone(e)
         ]
         endpoints.replace_file(directory / "targets.json", msgspec.json.format(msgspec.json.encode(groups)) + b"\n")
-
-
-def _is_gone(endpoint: Endpoint) -> bool:
-    """Whether the process is known to have died; of another host nothing is known."""
-    if endpoint.host != socket.gethostname():
-        return False
-    try:
-        os.kill(endpoint.pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -48,11 +48,15 @@ def store_files(directory: Path) -> list[Path]:
 
 def runs(directory: Path) -> list[Found]:
     """All runs, oldest first; a file that is no store is said on stderr and left out."""
+    from fp8watch.transport import endpoint
+
     found = []
     for path in store_files(directory):
         try:
             with contextlib.closing(SqliteStore(path, read_only=True)) as store:
-                found += [Found(record=record, path=path) for record in store.runs()]
+                for record in store.runs():
+                    record = endpoint.as_it_is(record, endpoint.read(directory, record.run))
+                    found.append(Found(record=record, path=path))
         except (sqlite3.Error, OSError, BadInput) as error:
             typer.echo(f"{path}: not readable as a store: {error}", err=True)
     return sorted(found, key=lambda item: item.record.started_unix)

@@ -7,6 +7,7 @@ names the store; `state` then says `ended` and socket and metrics address are em
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from fp8watch.records import RunRecord
 from fp8watch.transport import places
 
 
@@ -50,6 +52,26 @@ def read_all(directory: Path) -> Iterator[Endpoint]:
         endpoint = _read(path)
         if endpoint is not None:
             yield endpoint
+
+
+def is_gone(endpoint: Endpoint) -> bool:
+    """Whether the process is known to have died; of another host nothing is known."""
+    if endpoint.host != socket.gethostname():
+        return False
+    try:
+        os.kill(endpoint.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def as_it_is(record: RunRecord, endpoint: Endpoint | None) -> RunRecord:
+    """The record as it has to be read now: a run whose process died could not write down its own end."""
+    if record.state != "running" or endpoint is None or not is_gone(endpoint):
+        return record
+    return msgspec.structs.replace(record, state="lost", reason="the process that watched it is gone")
 
 
 def replace_file(path: Path, content: bytes) -> None:

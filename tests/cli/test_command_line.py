@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.errors import BadInput
 from fp8watch.records import ActionRecord, CheckpointRecord, Finding, Hello, RunRecord
 from fp8watch.settings import from_environment
+from fp8watch.transport import endpoint
 
 APP = build()
 
@@ -74,6 +77,19 @@ def test_runs_are_listed_shown_and_found(home: Path) -> None:
     missing = call("runs", "show", "third", "--dir", str(home))
     assert missing.exit_code == 3
     assert "known: first, second" in missing.stderr
+
+
+def test_a_run_whose_process_died_is_not_shown_as_running(home: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for run, pid in (("first", gone.pid), ("second", os.getpid())):
+        place = endpoint.Endpoint(
+            run=run, pid=pid, host=socket.gethostname(), socket="", metrics_url="", store=""
+        )  # fmt: skip
+        endpoint.write(home, place)
+    listed = json.loads(call("runs", "list", "--dir", str(home), "--json").stdout)
+    assert [(item["run"], item["state"]) for item in listed] == [("first", "lost"), ("second", "running")]
+    assert "gone" in listed[0]["reason"]
 
 
 def test_incidents_and_their_evidence(home: Path) -> None:
