@@ -59,7 +59,7 @@ class _Turn:
             return
         held, *others = self.state.leftovers
         self.state = replace(self.state, leftovers=tuple(others))
-        self._revert(held, held.layers, "not in force when read back")
+        self._revert(held, held.layers, "left over: not in force when read back, or without effect")
 
     def judge(self) -> None:
         for track in self.state.tracks:
@@ -91,7 +91,9 @@ class _Turn:
         moved = replace(track, rung=track.rung + 1, phase="open", is_due=True, why=blame)
         held = next((item for item in self.state.in_force if item.action_id == track.action_id), None)
         keeps = following is not None and following.action in BUILDS_ON
-        if held is not None and not keeps and not self.is_busy:
+        if held is not None and not keeps and self.is_busy:  # another command is on its way: undone after it
+            self.state = replace(self.state, leftovers=(*self.state.leftovers, held))
+        elif held is not None and not keeps:
             self._revert(held, held.layers, "no effect")
             moved = replace(moved, phase="undoing")
         self.state = self.state.with_track(moved)

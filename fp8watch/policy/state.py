@@ -71,7 +71,8 @@ class PolicyState:
     tracks: tuple[Track, ...] = ()
     in_force: tuple[InForce, ...] = ()
     leftovers: tuple[InForce, ...] = ()
-    """Applied, but not as asked when read back: to be undone, for half a change may still be there."""
+    """To be undone as soon as no other command is on its way: applied but not as asked when read back (half a change
+    may still be there), or without effect."""
     spent: Spent = field(default_factory=Spent)
     next_number: int = 1
 

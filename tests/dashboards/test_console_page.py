@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from streamlit.testing.v1 import AppTest
 import fp8watch_dashboards
 from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.records import ActionRecord, Finding, StepFrame
+from fp8watch.transport import endpoint
 from fp8watch_dashboards import places
 
 APP = Path(fp8watch_dashboards.__file__).with_name("app.py")
@@ -184,3 +188,21 @@ def test_no_page_code_loops_or_sleeps():
         text = path.read_text()
         for forbidden in ("time.sleep", "st.rerun", "while True"):
             assert forbidden not in text, f"{path} has {forbidden}"
+
+
+def test_a_run_whose_process_died_is_not_shown_as_running(root):
+    runs.write_rescued(root)
+    assert "running" in page_text(open_page("rescued-run"))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    store = root / "runs" / "rescued-run" / "store.sqlite"
+    place = endpoint.Endpoint(
+        run="rescued-run", pid=gone.pid, host=socket.gethostname(), socket="", metrics_url="", store=str(store)
+    )
+    endpoint.write(root, place)
+    st.cache_data.clear()
+    assert "lost" in page_text(open_page("rescued-run"))
+
+
+def page_text(page: AppTest) -> str:
+    return " ".join(item.value for item in [*page.markdown, *page.title, *page.caption, *page.subheader, *page.header])

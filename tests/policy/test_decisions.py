@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from fp8watch.policy import events, load
 from fp8watch.policy.budgets import Spent, refusal
 from fp8watch.policy.decide import decide
+from fp8watch.policy.load import parse
 from fp8watch.policy.match import matches
 from fp8watch.policy.rungs import Rollback
 from fp8watch.policy.schema import Budgets, When
-from fp8watch.policy.state import PolicyState
+from fp8watch.policy.state import InForce, PolicyState, Track
 from fp8watch.policy.target import choose_target
 from fp8watch.policy.view import Trouble, View
 from fp8watch.records import DETECTORS, CheckpointRecord
@@ -168,3 +169,21 @@ def test_whatever_happens_one_command_at_a_time_and_never_in_a_settling_window(
         ids = [item.action_id for item in decisions if item.kind in {"apply", "propose", "wait", "record"}]
         assert len(ids) == len(set(ids))
     assert sum(at > 0 for at in state.spent.actions) <= policy.budgets.actions_per_1000_steps
+
+
+def test_what_had_no_effect_while_another_command_was_on_its_way_is_undone_after_it() -> None:
+    policy = parse("version: 1\nmode: auto\nrules:\n  - name: r\n    when: {detector: saturation}\n    ladder:\n"
+                   "      - {action: raise_margin}\n      - {action: tighten_clip, max_norm: 1.0}\n")  # fmt: skip
+    wrong = trouble(incident="i", detector="saturation", onset_step=5, first_step=5, last_seen_step=30)
+    track = Track(
+        trouble=wrong, rule="r", attempt=0, phase="settling", action_id="a", action="raise_margin", judge_at=30
+    )
+    held = InForce(action_id="a", action="raise_margin", rule="r", params={})
+    state = PolicyState(tracks=(track,), in_force=(held,))
+    state, decisions = decide(policy, state, View(run="r", step=30, seen=30, troubles=(wrong,), is_busy=True))
+    assert [(item.kind, item.outcome) for item in decisions] == [("verdict", "no_effect")]
+    state, decisions = decide(policy, state, View(run="r", step=31, seen=31, troubles=(wrong,)))
+    assert [(item.kind, item.action_id) for item in decisions] == [("revert", "a")]
+    state = events.reverted(state, View(run="r", step=32, seen=32), "a", ok=True)
+    assert state.in_force == ()
+    assert state.leftovers == ()

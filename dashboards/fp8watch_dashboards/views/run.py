@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from fp8watch.transport import endpoint as endpoints
 from fp8watch_dashboards import figures, places, queries
 from fp8watch_dashboards.timeline import TimelineReader
 
@@ -34,12 +35,19 @@ def _view(store: Path, run: str) -> queries.RunView | None:
     """The run as its store has it now; None until the store knows the run."""
     with places.open_store(store) as opened:
         record = next((record for record in opened.runs() if record.run == run), None)
-        return None if record is None else queries.read_view(opened, record, _reader(store, run))
+        if record is None:
+            return None
+        record = endpoints.as_it_is(record, endpoints.read(_root(), run))
+        return queries.read_view(opened, record, _reader(store, run))
+
+
+def _root() -> Path:
+    return Path(os.environ.get("FP8WATCH_DIR", ".fp8watch"))
 
 
 def page() -> None:
     """Draw the page; only the part below the picker is drawn again every two seconds."""
-    root = Path(os.environ.get("FP8WATCH_DIR", ".fp8watch"))
+    root = _root()
     listing = places.find_runs(root)
     for problem in listing.problems:
         st.warning(problem)
