@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-
 
-.PHONY: help demo test check unit acceptance screenshots clean
+.PHONY: help demo test check unit acceptance clean
 
 help:
 	@echo "make demo        train a small FP8 model, break it, watch it being saved (about 3 minutes)"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -51,7 +50,8 @@ class TeControls:
         self._te = library or importlib.import_module("transformer_engine.pytorch")
         self._quantization = quantization or importlib.import_module("transformer_engine.pytorch.quantization")
         self._away: dict[str, _Away] = {}
-        self._pending: dict[str, bool] = {}
+        self._pending: set[str] = set()
+        """Modules that have not run since their switch."""
 
     def modules(self) -> Sequence[str]:
         """Modules with FP8 state, in the model's order."""
@@ -65,10 +65,10 @@ class TeControls:
             raise ActionError(f"weights exist in FP8 only, BF16 at the next restart: {', '.join(blocked)}")
         for name, module in found.items():
             if high_precision and name not in self._away:
-                self._away[name] = self._send_away(module)
+                self._away[name] = self._send_away(name, module)
             elif not high_precision and name in self._away:
-                self._bring_back(module, self._away.pop(name))
-            self._pending[name] = high_precision
+                self._bring_back(name, module, self._away.pop(name))
+            self._pending.add(name)
             # A weight cast before the switch must not be used after it (stale when re-enabled mid-accumulation).
             getattr(module, "_fp8_workspaces", {}).clear()
 
@@ -123,7 +123,7 @@ class TeControls:
 
     # --- hooks of a module that is away -----------------------------------------------------------
 
-    def _send_away(self, module: torch.nn.Module) -> _Away:
+    def _send_away(self, name: str, module: torch.nn.Module) -> _Away:
         away = _Away()
 
         def enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class TeControls:
         def leave(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if away.contexts:
                 away.contexts.pop().close()
-            self._pending.pop(next((n for n, m in self._model.named_modules() if m is module), ""), None)
+            self._pending.discard(name)
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, torch.Tensor) and first.requires_grad:
                 first.register_hook(lambda grad: _raise_to(away.amax, "grad_output", grad))  # type: ignore[no-untyped-call]
@@ -152,14 +152,13 @@ class TeControls:
         ]
         return away
 
-    def _bring_back(self, module: Any, away: _Away) -> None:
+    def _bring_back(self, name: str, module: Any, away: _Away) -> None:
         for handle in away.handles:
             handle.remove()
-        name = next(n for n, m in self._model.named_modules() if m is module)
         once: list[Any] = []
 
         def ran(*_: Any) -> None:
-            self._pending.pop(name, None)
+            self._pending.discard(name)
             once[0].remove()
 
         once.append(module.register_forward_hook(ran))
@@ -211,8 +210,3 @@ class TeControls:
 def _raise_to(amaxes: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
     """Keep the last amax of `values` on the device (NaN ignored as TE's kernels do)."""
     amaxes[name] = values.detach().abs().nan_to_num(nan=0.0).amax().float()
-
-
-def allow_own_extra_state() -> None:
-    """TE refuses pickled FP8 state unless told; set only after our own manifest verified the file."""
-    os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")

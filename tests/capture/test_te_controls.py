@@ -1,0 +1,66 @@
+"""Transformer Engine's controls on a stand-in: BF16 and back, read from what the module's last forward did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8watch.capture.te_controls import TeControls
+from fp8watch.errors import ActionError
+
+
+@contextmanager
+def autocast(*, enabled: bool) -> Iterator[None]:
+    before, STATE[0] = STATE[0], enabled
+    try:
+        yield
+    finally:
+        STATE[0] = before
+
+
+STATE = [True]
+
+
+class Linear(torch.nn.Module):
+    """Decides its precision at each forward, as TE's `prepare_forward` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((4, 4), 0.5))
+        self.fp8 = False
+        self.fp8_meta = {
+            "scaling_fwd": SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(4, 3)),
+            "scaling_bwd": SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(4, 2)),
+        }
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fp8 = STATE[0]
+        return x @ self.weight
+
+
+def test_a_module_goes_away_and_comes_back_with_fresh_scales() -> None:
+    model = torch.nn.Sequential(Linear(), Linear())
+    quantization = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(global_amax_buffer={}, autocast_arguments={}))
+    controls = TeControls(model, library=SimpleNamespace(autocast=autocast), quantization=quantization)
+    x = torch.full((2, 4), 7.0)
+    model(x).sum().backward()
+    assert controls.ran_high_precision(["0", "1"]) == [False, False]
+    controls.set_high_precision(["0"], high_precision=True)
+    assert controls.ran_high_precision(["0", "1"]) == [None, False], "not run since the switch"
+    model(x).sum().backward()
+    assert controls.ran_high_precision(["0", "1"]) == [True, False]
+    controls.set_high_precision(["0"], high_precision=False)
+    assert controls.ran_high_precision(["0"]) == [None]
+    scales = controls.scales(["0:input", "0:weight", "0:grad_output"])
+    assert scales == {"0:input": 448 / 7, "0:weight": 448 / 0.5, "0:grad_output": 57344 / 2}
+    model(x)
+    assert controls.ran_high_precision(["0"]) == [False]
+    assert STATE == [True]
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
+    with pytest.raises(ActionError, match="no module"):
+        controls.set_high_precision(["7"], high_precision=True)
