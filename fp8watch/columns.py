@@ -13,13 +13,22 @@ from fp8watch.records import Column
 _DTYPES: dict[str, np.dtype[Any]] = {"f4": np.dtype("<f4"), "u8": np.dtype("<u8"), "u1": np.dtype("u1")}
 
 
-def pack(values: npt.NDArray[Any], dtype: str, valid: npt.NDArray[np.bool_] | None = None) -> Column:
-    """Pack a 1-D array as `dtype` (f4, u8, u1); `valid` (bool, same length) marks what was observed."""
+def pack(
+    values: npt.NDArray[Any], dtype: str, valid: npt.NDArray[np.bool_] | None = None, *, bitmap: bytes | None = None
+) -> Column:
+    """Pack a 1-D array as `dtype` (f4, u8, u1); `valid` (bool, same length) marks what was observed.
+
+    `bitmap` is what `validity_bitmap` made of a validity that several columns share.
+    """
     data = np.ascontiguousarray(values, dtype=_DTYPES[dtype]).tobytes()
-    bitmap = None
-    if valid is not None and not valid.all():
-        bitmap = np.packbits(valid, bitorder="little").tobytes()
+    if valid is not None:
+        bitmap = validity_bitmap(valid)
     return Column(dtype=dtype, data=data, valid=bitmap)  # type: ignore[arg-type]
+
+
+def validity_bitmap(valid: npt.NDArray[np.bool_]) -> bytes | None:
+    """`Column.valid` of these flags; None where all are set."""
+    return None if valid.all() else np.packbits(valid, bitorder="little").tobytes()
 
 
 def unpack(column: Column) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:

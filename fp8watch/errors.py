@@ -20,6 +20,18 @@ class BadInput(Fp8watchError):
         self.problems = problems
 
 
+class Refused(BadInput, SystemExit):
+    """What `fp8watch.attach` raises for bad input; nothing has been started.
+
+    Nobody who catches it: the process ends with exit code 2 and the problems on stderr, as the command line does, and
+    without a traceback, for the mistake is not in the program. `except BadInput` and `except Exception` catch it.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        BadInput.__init__(self, problems)
+        self.code = EXIT_BAD_INPUT
+
+
 class WireError(Fp8watchError):
     """A message that is malformed, too large or of a version nobody here reads."""
 

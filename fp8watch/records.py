@@ -15,6 +15,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from fp8watch.journal import Arrival as Arrival
+from fp8watch.journal import TraceEntry as TraceEntry
+
 Severity = Literal["warn", "act"]
 Cause = Literal["precision", "optimisation", "data", "hardware", "bookkeeping", "unknown"]
 Mode = Literal["observe", "approve", "auto"]
@@ -96,9 +99,11 @@ class StepFrame(Record, frozen=True, kw_only=True, tag="frame"):
     lr_factor (ours, 1.0 when untouched), param_nonfinite (1.0 when a parameter sample is not finite).
 
     `columns` keys: amax (f4, after reduction, maximum over the step's micro-batches), amax_last (f4, last
-    micro-batch; absent: equal to amax), scale (f4, the one used by this step's last cast), high_precision
+    micro-batch; absent: equal to amax), amax_local (f4, as amax but before the reduction across ranks: this rank's own;
+    absent: equal to amax), scale (f4, the one used by this step's last cast), high_precision
     (u1, 1: the module ran in BF16 this step), and on sampled steps quantized, saturated, underflowed,
-    nonfinite (u8 element counts), mse, snr (f4).
+    nonfinite (u8 element counts), mse, snr (f4); now and then those of `fp8watch.what_if.COLUMNS`, and shadow_error
+    (f4, on the row of a probed module's input). Scalars and columns of samples: docs/capture.md, "Closer looks".
     """
 
     run: str
@@ -115,6 +120,45 @@ class StepFrame(Record, frozen=True, kw_only=True, tag="frame"):
     updates_backward: int = 1
     dropped: dict[str, int] = {}
     """Messages this rank's transport has dropped since it was attached, by reason; filled in by the channel."""
+    arrival: int = 0
+    """Its place among all that the controller was told of the run (`Arrival.sequence`); 0: not numbered."""
+
+
+class NodeFrame(Record, frozen=True, kw_only=True, tag="node"):
+    """All local ranks of one node, one optimizer step: what leaves a node in cluster mode.
+
+    Per-tensor columns are reduced over the node's ranks, matched by module name: amax, saturated and other counts as
+    in `fp8watch.controller.merge`; the scale is that of the rank nearest to clipping. `amax_rank` (u1) is the index
+    into `ranks` of the rank that held the largest amax, `amax_low` (f4) the smallest amax of any rank: together
+    with `amax` the spread across ranks. Scalars are kept rank by rank: they are few, and what ranks differ in tells
+    a faulty device from a numerical fault.
+    """
+
+    run: str
+    attempt: int
+    node: str
+    rank: int
+    """Lowest local rank: `layout_id` is one of its layouts."""
+    step: int
+    layout_id: int
+    time_unix: float
+    ranks: list[int]
+    """Ranks whose frames are in it, in order."""
+    scalars: list[dict[str, float]]
+    """As in `StepFrame`, one for each of `ranks`."""
+    columns: dict[str, Column] = {}
+    updates_forward: int = 1
+    updates_backward: int = 1
+    dropped: dict[str, int] = {}
+    """Messages lost on this node so far, by reason, all ranks and the agent together."""
+
+
+class RankLost(Record, frozen=True, kw_only=True, tag="lost"):
+    """A node's agent says that a rank went without a goodbye and did not come back."""
+
+    run: str
+    rank: int
+    node: str
 
 
 class Hello(Record, frozen=True, kw_only=True, tag="hello"):
@@ -172,6 +216,9 @@ class Command(Record, frozen=True, kw_only=True, tag="command"):
     params: dict[str, Any] = {}
     last_step: int
     """No rank begins it after this optimizer step."""
+    because: dict[str, Any] = {}
+    """What it rests on: `onset_step`, `rank` (the one it concerns, where it is one), `tensors`. Ranks compare it with
+    what they have seen themselves (`fp8watch.training.evidence`)."""
     signature: bytes = b""
 
 
@@ -200,6 +247,19 @@ class LedgerUpdate(Record, frozen=True, kw_only=True, tag="ledger"):
     checkpoint: str
     label: CheckpointLabel
     reason: str = ""
+    issued_ns: int = 0
+    """Unix time in nanoseconds at which it was given, so that an old verdict cannot be brought up again."""
+    signature: bytes = b""
+
+
+class Inquiry(Record, frozen=True, kw_only=True, tag="inquiry"):
+    """The controller wants a closer look at layers. It changes nothing in training, and no rank answers it."""
+
+    run: str
+    attempt: int
+    step: int
+    """Of the finding that it is about."""
+    modules: list[str]
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True, tag="checkpoint"):
@@ -289,6 +349,25 @@ class ActionRecord(Record, frozen=True, kw_only=True, tag="action"):
     settle_until: int | None = None
     steps_replayed: int = 0
     time_unix: float = 0.0
+    expires_step: int | None = None
+    """Of an action that waits for a person: the step at which the policy's default takes the person's place."""
+    answered_by: str = ""
+    """The person who approved or refused it."""
+
+
+class DetectorState(Record, frozen=True, kw_only=True, tag="detectors"):
+    """What a run's detectors knew after a step, so that another process goes on from there; the newest replaces all."""
+
+    run: str
+    attempt: int
+    step: int
+    seen: int
+    """Steps observed in all, repeated ones included."""
+    quiet_until_seen: int
+    prefix: str
+    """What ids of findings and incidents begin with."""
+    data: bytes
+    """`fp8watch.detect.pipeline.Pipeline.dump`."""
 
 
 class RunRecord(Record, frozen=True, kw_only=True, tag="run"):
@@ -306,8 +385,14 @@ class RunRecord(Record, frozen=True, kw_only=True, tag="run"):
 Message = Hello | Layout | StepFrame | CheckpointRecord | CommandResult | Evaluation | Goodbye
 """What a rank sends."""
 
-Reply = Welcome | Command | LedgerUpdate
+Uplink = Message | NodeFrame | RankLost
+"""What an agent sends to the controller of a cluster."""
+
+Reply = Welcome | Command | LedgerUpdate | Inquiry
 """What a rank receives."""
 
-Stored = RunRecord | Layout | StepFrame | Finding | ActionRecord | CheckpointRecord | CommandResult | Evaluation
+Stored = (
+    RunRecord | Layout | StepFrame | Finding | ActionRecord | CheckpointRecord | CommandResult | Evaluation
+    | TraceEntry | Arrival | DetectorState
+)  # fmt: skip
 """What a store keeps."""

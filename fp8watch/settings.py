@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, SecretStr, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fp8watch.errors import BadInput
@@ -38,6 +38,18 @@ class Settings(BaseSettings):
     statistics_every: int | None = Field(default=None, ge=1)
     """Steps between element counts (underflow, saturation). None: every step on a CPU, one in ten on a GPU."""
 
+    what_if_every: int | None = Field(default=None, ge=0)
+    """Steps between looks at what tensors would lose under other recipes. None: 64 on a CPU, 100 on a GPU. 0: only
+    when the controller asks."""
+
+    shadow_every: int | None = Field(default=None, ge=0)
+    """Steps between shadow probes: one layer's GEMM again in BF16, in turn. None: 64 on a CPU, 100 on a GPU. 0: only
+    when the controller asks."""
+
+    overhead_budget: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of the step time that these samples may take before they are taken less often. None: 0.01 on a GPU, no
+    limit on a CPU, where FP8 itself is emulated."""
+
     queue_frames: int = Field(default=256, ge=1)
     """Frames the training process holds for a slow or absent agent before it drops and counts."""
 
@@ -51,6 +63,10 @@ class Settings(BaseSettings):
     """With several ranks and a policy that acts: how long attach waits for the other ranks to attach too. After
     that the run is only observed."""
 
+    start_seconds: float = Field(default=5.0, ge=0)
+    """With a policy that acts: how long attach waits for the process that decides, so that it can act from the first
+    step on. After that training begins without, and what it sends is held. 0: it does not wait."""
+
     agreement_seconds: float = Field(default=600.0, gt=0)
     """How long a rank waits for the others at a step boundary (as long as NCCL's own default): ranks that train
     together are never a step apart, and a rank that has died is noticed at once."""
@@ -63,6 +79,45 @@ class Settings(BaseSettings):
 
     store_limit_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
     """Size cap of the store; ledger and decisions are never dropped for it."""
+
+    redis_url: SecretStr | None = None
+    """Redis of a cluster: `redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port,host:port/service/db` or
+    `redis+cluster://host:port` (docs/cluster.md). Set: the node's agent forwards to it and does not decide."""
+
+    redis_keep_seconds: float = Field(default=600.0, gt=0)
+    """How long frames stay in Redis. Decisions, findings and checkpoints are not trimmed with them."""
+
+    node: str | None = None
+    """Name of this node. None: the host name."""
+
+    spool_limit_bytes: int = Field(default=512 * 1024**2, ge=1024**2)
+    """What a node's agent keeps on disk while Redis is away; the oldest frames go first, counted."""
+
+    lease_seconds: float = Field(default=3.0, gt=0.2)
+    """How long a controller that has fallen silent stays the active one."""
+
+    command_key: SecretStr | None = None
+    """Secret by which the controller signs commands and training processes verify them; several keys, newest first,
+    a line each. Set: unsigned commands are refused."""
+
+    command_key_file: Path | None = None
+    """File that holds `command_key`."""
+
+    frame_key: SecretStr | None = None
+    """Secret by which a node's agent authenticates what it sends to the controller through Redis."""
+
+    frame_key_file: Path | None = None
+    """File that holds `frame_key`."""
+
+    approval_key: SecretStr | None = None
+    """Secret by which console and command line sign approvals."""
+
+    approval_key_file: Path | None = None
+    """File that holds `approval_key`."""
+
+    allow_unsigned: bool = False
+    """True: a cluster without all three keys may act, because the network and Redis are trusted. Otherwise its
+    controller only observes and its agents pass no command on."""
 
     report: bool = True
     """True: attach says once, on rank 0, what is watched and what is not available."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from fp8watch.errors import WireError
-from fp8watch.records import Message, Record, Reply, Stored
+from fp8watch.records import Message, Record, Reply, Stored, Uplink
 
 WIRE_VERSION = 1
 READABLE_VERSIONS = frozenset({1})
@@ -24,9 +24,10 @@ _encoder = msgspec.msgpack.Encoder()
 _message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _stored_decoder: msgspec.msgpack.Decoder[Stored] = msgspec.msgpack.Decoder(Stored)
+_uplink_decoder: msgspec.msgpack.Decoder[Uplink] = msgspec.msgpack.Decoder(Uplink)
 
 
-def pack(record: Record) -> bytes:
+def pack(record: msgspec.Struct) -> bytes:
     """The record's msgpack body, without the length."""
     return _encoder.encode(record)
 
@@ -54,6 +55,11 @@ def unpack_message(body: bytes) -> Message:
 def unpack_reply(body: bytes) -> Reply:
     """Decode what an agent sent. Raises `WireError`."""
     return _decode(_reply_decoder, body)  # type: ignore[arg-type, return-value]
+
+
+def unpack_uplink(body: bytes) -> Uplink:
+    """Decode what an agent sent to the controller of a cluster. Raises `WireError`."""
+    return _decode(_uplink_decoder, body)  # type: ignore[arg-type, return-value]
 
 
 def unpack_stored(body: bytes) -> Stored:
