@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-
 
-.PHONY: help demo test check unit acceptance clean
+.PHONY: help demo test check unit acceptance gpu clean
 
 help:
 	@echo "make demo        train a small FP8 model, break it, watch it being saved (about 3 minutes)"
 	@echo "make test        lint, types, import contracts and the suite (under 10 minutes after set-up)"
 	@echo "make acceptance  the long proofs, writing bench/results (up to 90 minutes)"
+	@echo "make gpu         tests and measurements on a GPU host whose GPU_PYTHON has torch and Transformer Engine"
 	@echo "make clean       remove the virtual environment and caches"
 
 demo: $(STAMP)demo
@@ -28,6 +29,21 @@ unit: $(STAMP)dev
 
 acceptance: $(STAMP)dev
 	$(BIN)/python bench/scenarios.py
+	$(BIN)/python bench/failover.py
+	$(BIN)/python bench/faults.py
+	$(BIN)/python bench/scale.py
+	$(BIN)/python bench/agreement_stress.py
+	$(BIN)/python bench/rollback.py
+	$(BIN)/python bench/detection.py
+	$(BIN)/python bench/leave_one_source_out.py
+	$(BIN)/python bench/replay_throughput.py
+	$(BIN)/python bench/replay_fuzz.py
+
+# The host's own Python, for torch and Transformer Engine are built for its GPU and driver.
+GPU_PYTHON ?= python3
+gpu:
+	PYTHONPATH=.:agent:dashboards $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
+	PYTHONPATH=.:agent:dashboards $(GPU_PYTHON) bench/capture.py
 
 .PHONY: system
 system:

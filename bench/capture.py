@@ -1,16 +1,22 @@
 """What watching costs on a GPU: bare and watched blocks of steps of the same training, alternating in one process.
 
-    python bench/capture.py [--shape gpu-bound|launch-bound|all] [--blocks 30] [--steps 10] [--out FILE]
+    python bench/capture.py [--shape gpu-bound|launch-bound|torchao|many-tensors|all] [--pairs N] [--out FILE]
 
-Needs Transformer Engine. Every block is timed by the wall clock between two synchronisations, so both host and
-device time count. The ratio is watched over bare of neighbouring blocks; its median and a bootstrap 95 % interval
-are reported, the raw block times stand beside them. A standing agent takes the frames, as it would on a node.
+Needs Transformer Engine (torchao for that shape). Every block is timed by the wall clock between two
+synchronisations, so host and device time both count. The ratio is watched over bare of neighbouring blocks; its median
+and a bootstrap 95 % interval are reported, the raw block times stand beside them. A standing agent takes the frames,
+as it would on a node. Two kinds of watched blocks: every amax and scale at every step; and besides, element counts of
+every cast one step in ten. A logging step is then set against one of Transformer Engine's own debug features, each step
+timed alone. CPU time is that of the training thread inside fp8watch, measured apart from the blocks.
+
+Rows of shapes that are not run stay in the result file.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
@@ -20,131 +26,257 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from capture_cost import measure_cpu
+from capture_training import SHAPES, Torchao, Training, TransformerEngine
 
-SHAPES = {
-    "gpu-bound": {"layers": 12, "width": 4096, "batch": 8, "length": 2048, "heads": 32, "bar": 1.005},
-    "launch-bound": {"layers": 16, "width": 2048, "batch": 8, "length": 1024, "heads": 16, "bar": 1.02},
-}
+BARS = {
+    "gpu-bound": 1.005, "gpu-bound statistics": 1.02, "launch-bound": 1.02, "launch-bound statistics": 1.02,
+    "torchao": 1.01,
+}  # fmt: skip
+PAIRS = {
+    "gpu-bound": 20, "gpu-bound statistics": 15, "launch-bound": 70, "launch-bound statistics": 24, "torchao": 15,
+}  # fmt: skip
+"""Of blocks, hence twice as many of them: the launch-bound shape is the noisy one, and its steps are short."""
+MOST_CPU_US = 400.0
+LEAST_CHEAPER = 20.0
+MOST_BYTES = 64 * 1024**2
+WARM, STEPS, STEPS_SAMPLED = 4, 5, 10
+"""Steps before a watched block (its layout settles in them), measured ones, and in blocks of which one is sampled."""
+EVERY = {"statistics_every": 1_000_000, "what_if_every": 0, "shadow_every": 0}
+SAMPLED = {"statistics_every": 10, "what_if_every": 0, "shadow_every": 0, "overhead_budget": 1.0}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
-    parser.add_argument("--blocks", type=int, default=30, help="pairs of blocks")
-    parser.add_argument("--steps", type=int, default=10, help="steps a block")
+    parser.add_argument("--shape", nargs="+", choices=[*SHAPES, "torchao", "all"], default=["all"])
+    parser.add_argument("--pairs", type=int, help="pairs of blocks, of each kind (default: as the noise of each asks)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "capture_h200.json")
     chosen = parser.parse_args()
-    folder = Path(tempfile.mkdtemp())
-    socket = folder / "agent.sock"
-    os.environ |= {
-        "FP8WATCH_DIR": str(folder / "runs"),
-        "FP8WATCH_AGENT": f"unix://{socket}",
-        "FP8WATCH_METRICS_PORT": "0",
-    }
-    agent = subprocess.Popen(
-        [sys.executable, "-c", "from fp8watch_agent.cli import app; app()", "--socket", str(socket)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    names = list(SHAPES) if chosen.shape == "all" else [chosen.shape]
-    try:
-        rows = [measure(name, chosen.blocks, chosen.steps) for name in names]
-    finally:
-        agent.terminate()
-        agent.wait()
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(report(rows), indent=1) + "\n")
-    for row in rows:
-        low, high = row["ci95"]
-        print(
-            f"{row['name']:14s} {row['shape']:24s} bare {row['bare_ms']:.2f} ms watched {row['watched_ms']:.2f} ms"
-            f" ratio {row['ratio']:.4f} [{low:.4f}, {high:.4f}] bar {row['bar']} cpu {row['cpu_us_per_step']:.0f} us"
-            f" {'ok' if row['pass'] else 'MISSED'}"
-        )
+    names = [*SHAPES, "torchao"] if "all" in chosen.shape else chosen.shape
+    rows: list[dict[str, Any]] = []
+    with agent():
+        for name in names:
+            started = time.perf_counter()
+            for row in measure(name, chosen.pairs):
+                rows.append(row)
+                print(f"{describe(row)} ({time.perf_counter() - started:.0f} s)", flush=True)
+                write(chosen.out, rows, " ".join(["python", *sys.argv]))  # what is measured is kept
     return 0 if all(row["pass"] for row in rows) else 1
 
 
-class Training:
-    """A stack of TE transformer layers in delayed scaling with AdamW."""
-
-    def __init__(self, layers: int, width: int, batch: int, length: int, heads: int) -> None:
-        import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import DelayedScaling, Format
-
-        torch.manual_seed(0)
-        self.te = te
-        self.model = torch.nn.ModuleList(
-            te.TransformerLayer(
-                width, 4 * width, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
-                attn_input_format="bshd", self_attn_mask_type="causal",
-            )
-            for _ in range(layers)
-        ).cuda()  # fmt: skip
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
-        self.x = torch.randn(batch, length, width, device="cuda", dtype=torch.bfloat16)
-
-    def step(self, watch: Any | None) -> None:
-        """One optimizer step, the loop of the README."""
-        with self.te.autocast(enabled=True, recipe=self.recipe):
-            hidden = self.x
-            for layer in self.model:
-                hidden = layer(hidden)
-        loss = hidden.float().pow(2).mean()
-        loss.backward()
-        if watch is None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        else:
-            watch.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if watch is not None:
-            watch.step(loss)
+@contextmanager
+def agent() -> Iterator[None]:
+    """A node's agent in a process of its own."""
+    folder = Path(tempfile.mkdtemp())
+    socket = folder / "agent.sock"
+    os.environ |= {
+        "FP8WATCH_DIR": str(folder / "runs"), "FP8WATCH_AGENT": f"unix://{socket}", "FP8WATCH_METRICS_PORT": "0",
+        "FP8WATCH_REPORT": "0",
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from fp8watch_agent.cli import app; app()", "--socket", str(socket)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
 
 
-def measure(name: str, blocks: int, steps: int) -> dict[str, Any]:
-    """Alternate bare and watched blocks; which comes first changes from pair to pair."""
+def attach(training: Training, run: str, options: dict[str, Any]) -> Any:
+    """A watch with settings of the measurement's own."""
     import fp8watch
+    from fp8watch.settings import from_environment
 
-    shape = dict(SHAPES[name])
-    bar = shape.pop("bar")
-    training = Training(**shape)  # type: ignore[arg-type]
+    return fp8watch.attach(
+        training.model, training.optimizer, run=run, settings=from_environment().model_copy(update=options)
+    )  # fmt: skip
+
+
+def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
+    """The rows of one shape, each as soon as it is there."""
+    if name == "many-tensors":
+        yield memory_row()
+        return
+    if name == "torchao":
+        yield torchao_row(pairs or PAIRS[name])
+        return
+    training = TransformerEngine(**SHAPES[name])
     for _ in range(8):
         training.step(None)
+    shape = "x".join(str(value) for value in SHAPES[name].values())
+    for options in (EVERY, SAMPLED):  # kernels are compiled, allocations made
+        watch = attach(training, f"{name}-warm", options)
+        for _ in range(4):
+            training.step(watch)
+        watch.detach()
+    if name == "launch-bound":
+        yield cpu_row(training, shape)
+    yield compare(training, name, shape, EVERY, STEPS, pairs or PAIRS[name])
+    sampled = f"{name} statistics"
+    found = compare(training, sampled, shape, SAMPLED, STEPS_SAMPLED, pairs or PAIRS[sampled])
+    yield found | {"host_syncs": host_syncs(training, attach(training, f"{name}-syncs", SAMPLED))}
+    alone = step_times(training, attach(training, f"{name}-alone", SAMPLED), 32)
+    del training
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield against_te(name, shape, alone)
+
+
+def cpu_row(training: Training, shape: str) -> dict[str, Any]:
+    """CPU time of the training thread inside fp8watch a step."""
+    found = measure_cpu(training, attach(training, "cpu", EVERY))
+    return {
+        "name": "training thread", "shape": shape, **found, "bar": MOST_CPU_US, "pass": found["cpu_us"] <= MOST_CPU_US
+    }  # fmt: skip
+
+
+def compare(
+    training: Training, name: str, shape: str, options: dict[str, Any], steps: int, pairs: int
+) -> dict[str, Any]:
+    """Alternate bare and watched blocks; which comes first changes from pair to pair."""
     times: dict[str, list[float]] = {"bare": [], "watched": []}
-    cpu: dict[str, list[float]] = {"bare": [], "watched": []}
-    memory = 0
-    for pair in range(blocks):
-        order = ("bare", "watched") if pair % 2 == 0 else ("watched", "bare")
-        for kind in order:
-            before = torch.cuda.memory_allocated()
-            watched = kind == "watched"
-            watch = fp8watch.attach(training.model, training.optimizer, run=f"{name}-{pair}") if watched else None
-            for _ in range(3):
-                training.step(watch)
-            torch.cuda.synchronize()
-            started, thread = time.perf_counter(), time.thread_time()
-            for _ in range(steps):
-                training.step(watch)
-            cpu[kind].append((time.thread_time() - thread) / steps * 1e6)
-            torch.cuda.synchronize()
-            times[kind].append((time.perf_counter() - started) / steps * 1e3)
+    gc.collect()
+    gc.freeze()
+    for pair in range(pairs):
+        for kind in ("bare", "watched") if pair % 2 == 0 else ("watched", "bare"):
+            watch = attach(training, f"{name}-{pair}".replace(" ", "-"), options) if kind == "watched" else None
+            times[kind].append(block(training, watch, WARM if watch is not None else 1, steps))
             if watch is not None:
-                memory = max(memory, torch.cuda.memory_allocated() - before)
                 watch.detach()
+    gc.unfreeze()
+    return row(name, shape, times)
+
+
+def block(training: Training, watch: Any | None, warm: int, steps: int) -> float:
+    """Milliseconds a step."""
+    for _ in range(warm):
+        training.step(watch)
+    gc.collect(0)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        training.step(watch)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps * 1e3
+
+
+def row(name: str, shape: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, ratio and interval of paired blocks."""
     ratios = [w / b for w, b in zip(times["watched"], times["bare"], strict=True)]
     low, high = bootstrap(ratios)
-    del training
-    torch.cuda.empty_cache()
     return {
-        "name": name, "shape": "x".join(str(v) for v in shape.values()), "bare_ms": statistics.median(times["bare"]),
+        "name": name, "shape": shape, "bare_ms": statistics.median(times["bare"]),
         "watched_ms": statistics.median(times["watched"]), "ratio": statistics.median(ratios), "ci95": [low, high],
-        "bar": bar, "pass": high <= bar, "memory_bytes": memory,
-        "cpu_us_per_step": statistics.median(cpu["watched"]) - statistics.median(cpu["bare"]),
-        "raw": {"ms": times, "training_thread_cpu_us": cpu},
+        "bar": BARS[name], "pass": high <= BARS[name], "raw": {"ms": times},
+    }  # fmt: skip
+
+
+def host_syncs(training: Training, watch: Any) -> int:
+    """Waits for the device in ten watched steps, one of them sampled, as torch reports them."""
+    for _ in range(5):
+        training.step(watch)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for _ in range(10):
+            training.step(watch)
+        torch.cuda.set_sync_debug_mode("default")
+    watch.detach()
+    return sum("called a synchronizing" in str(warning.message) for warning in said)
+
+
+def step_times(training: Training, watch: Any, steps: int) -> dict[str, list[Any]]:
+    """Milliseconds of each step alone, and which of them were sampled."""
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        training.step(watch)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+    watch.detach()
+    return {"ms": times, "logged": [step % 10 == 0 for step in range(steps)]}
+
+
+def against_te(name: str, shape: str, ours: dict[str, list[Any]]) -> dict[str, Any]:
+    """What a logging step adds to a plain one: ours and Transformer Engine's debug features."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("capture_te_debug.py")), name, "22"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    extra = [logging_extra(times) for times in (ours, theirs)]
+    cheaper = extra[1] / extra[0]
+    return {
+        "name": f"{name} logging step", "shape": shape, "ours_extra_ms": extra[0], "te_debug_extra_ms": extra[1],
+        "te_debug_mean_ratio": statistics.fmean(theirs["ms"][2:]) / plain(theirs), "ratio": cheaper,
+        "bar": LEAST_CHEAPER, "pass": cheaper >= LEAST_CHEAPER, "raw": {"ours": ours, "te_debug": theirs},
+    }  # fmt: skip
+
+
+def plain(times: dict[str, list[Any]]) -> float:
+    """Median of the steps without logging, the first two left out."""
+    return statistics.median(ms for ms, is_logged in list(zip(*times.values(), strict=True))[2:] if not is_logged)
+
+
+def logging_extra(times: dict[str, list[Any]]) -> float:
+    """Median of logging steps over that of the others; at least 1 us."""
+    logged = [ms for ms, is_logged in list(zip(*times.values(), strict=True))[2:] if is_logged]
+    return max(statistics.median(logged) - plain(times), 1e-3)
+
+
+def torchao_row(pairs: int) -> dict[str, Any]:
+    """Two copies, one watched from before it was compiled: a graph cannot be watched and bare in turn."""
+    shape = {"layers": 6, "width": 4096, "batch": 8, "length": 2048}
+    bare, watched = Torchao(**shape), Torchao(**shape)
+    watch = attach(watched, "torchao", EVERY)
+    for _ in range(6):
+        bare.step(None)
+        watched.step(watch)
+    counters = dict(torch._dynamo.utils.counters["graph_break"])
+    times: dict[str, list[float]] = {"bare": [], "watched": []}
+    for pair in range(pairs):
+        arms = [("bare", bare, None), ("watched", watched, watch)]
+        for kind, training, its_watch in arms if pair % 2 == 0 else arms[::-1]:
+            times[kind].append(block(training, its_watch, 1, STEPS_SAMPLED))
+    unseen = watch.not_observable
+    watch.detach()
+    found = row("torchao", "x".join(str(value) for value in shape.values()), times)
+    is_whole = not counters and not unseen
+    return found | {"graph_breaks": counters, "not_observable": unseen, "pass": found["pass"] and is_whole}
+
+
+def memory_row() -> dict[str, Any]:
+    """GPU memory of a watch on 1,680 tensors, sampled steps included."""
+    training = TransformerEngine(**SHAPES["many-tensors"])
+    for _ in range(4):
+        training.step(None)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    watch = attach(training, "memory", SAMPLED)
+    for _ in range(14):
+        training.step(watch)
+    torch.cuda.synchronize()
+    added = torch.cuda.memory_allocated() - before
+    num_columns = len(watch._recorder.layout.columns)
+    watch.detach()
+    shape = "x".join(str(value) for value in SHAPES["many-tensors"].values())
+    is_whole = num_columns >= 1680
+    return {
+        "name": "memory", "shape": shape, "columns": num_columns, "bytes": added, "bar": MOST_BYTES,
+        "pass": added < MOST_BYTES and is_whole,
     }  # fmt: skip
 
 
@@ -155,19 +287,35 @@ def bootstrap(ratios: list[float], rounds: int = 4000) -> tuple[float, float]:
     return medians[int(0.025 * rounds)], medians[int(0.975 * rounds)]
 
 
-def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result in the format of bench/README.md."""
+def describe(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    verdict = "ok" if row["pass"] else "MISSED"
+    facts = {k: v for k, v in row.items() if isinstance(v, int | float) and k not in ("pass", "bar")}
+    text = " ".join(f"{k} {v:.4g}" for k, v in facts.items())
+    low_high = "[{:.4f}, {:.4f}]".format(*row["ci95"]) if "ci95" in row else ""
+    return f"{row['name']:26s} {text} {low_high} bar {row['bar']:g} {verdict}"
+
+
+def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
+    """The result in the format of bench/README.md; rows of other shapes stay."""
     import transformer_engine
 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "commit": commit or "unknown", "date": datetime.date.today().isoformat(),
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "transformer_engine": transformer_engine.__version__,
-        },
-        "machine": torch.cuda.get_device_name(), "command": "python bench/capture.py", "rows": rows,
+    names = {row["name"] for row in rows}
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    versions = {
+        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "transformer_engine": transformer_engine.__version__,
     }  # fmt: skip
+    if "torchao" in sys.modules:
+        versions["torchao"] = sys.modules["torchao"].__version__
+    report = {
+        "commit": commit or os.environ.get("FP8WATCH_BENCH_COMMIT", "unknown"),
+        "date": datetime.date.today().isoformat(), "versions": versions, "machine": torch.cuda.get_device_name(),
+        "command": command, "rows": [row for row in old if row["name"] not in names] + rows,
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

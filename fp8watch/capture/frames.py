@@ -10,17 +10,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fp8watch import columns
+from fp8watch import columns, what_if
 from fp8watch.capture.source import Reading
+from fp8watch.capture.update_size import UpdateSums, update_scalars
 from fp8watch.records import Column, Layout, StepFrame, TensorColumn
 
 COLUMN_DTYPES = {
-    "amax": "f4", "amax_last": "f4", "scale": "f4", "mse": "f4", "snr": "f4", "high_precision": "u1",
-    "quantized": "u8", "saturated": "u8", "underflowed": "u8", "nonfinite": "u8",
+    "amax": "f4", "amax_last": "f4", "amax_local": "f4", "scale": "f4", "mse": "f4", "snr": "f4",
+    "high_precision": "u1", "quantized": "u8", "saturated": "u8", "underflowed": "u8", "nonfinite": "u8",
+    "shadow_error": "f4",
+    **what_if.COLUMNS,
 }  # fmt: skip
 """Type of each per-tensor column on the wire; see `fp8watch.records.StepFrame`."""
 
 _SCALAR, _COLUMN, _VALID = "s:", "c:", "v:"
+_UPDATE = [f"update {i}" for i in range(5)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +36,21 @@ class StepNote:
     layout: Layout
     time_unix: float
     scalars: dict[str, float] = field(default_factory=dict)
+    zero_is_unseen: bool = False
+    """Of the source's `Reading`."""
+    num_update_elements: int = 0
+    """Elements of the parameter sample, where there is one."""
     updates_forward: int = 1
     updates_backward: int = 1
 
 
-def device_values(scalars: dict[str, torch.Tensor], reading: Reading | None) -> dict[str, torch.Tensor]:
+def device_values(
+    scalars: dict[str, torch.Tensor], reading: Reading | None, update: UpdateSums | None = None
+) -> dict[str, torch.Tensor]:
     """All tensors of a step under the names by which `build_frame` finds them again."""
     values = {_SCALAR + name: tensor for name, tensor in scalars.items()}
+    if update is not None:
+        values.update(zip(_UPDATE, update.values, strict=True))
     if reading is not None:
         values.update({_COLUMN + name: tensor for name, tensor in reading.values.items() if name in COLUMN_DTYPES})
         values.update({_VALID + name: tensor for name, tensor in reading.valid.items()})
@@ -49,12 +61,20 @@ def build_frame(run: str, rank: int, note: StepNote, values: dict[str, npt.NDArr
     """The frame of a step whose numbers have arrived."""
     scalars = dict(note.scalars)
     packed: dict[str, Column] = {}
+    if _UPDATE[0] in values:
+        scalars.update(update_scalars([float(values[name]) for name in _UPDATE], note.num_update_elements))
+    shared: bytes | None = None
+    if note.zero_is_unseen and _COLUMN + "amax" in values:
+        shared = columns.validity_bitmap(values[_COLUMN + "amax"] != 0)
     for name, array in values.items():
         if name.startswith(_SCALAR):
             scalars[name[len(_SCALAR) :]] = float(array)
         elif name.startswith(_COLUMN):
             column = name[len(_COLUMN) :]
-            packed[column] = columns.pack(array, COLUMN_DTYPES[column], _validity(values.get(_VALID + column)))
+            valid = values.get(_VALID + column)
+            packed[column] = columns.pack(
+                array, COLUMN_DTYPES[column], None if valid is None else valid.astype(np.bool_), bitmap=shared
+            )  # fmt: skip
     high_precision = values.get(_COLUMN + "high_precision")
     if high_precision is not None and len(high_precision) == len(note.layout.columns):
         in_bf16 = {c.module for c, flag in zip(note.layout.columns, high_precision, strict=True) if flag}
@@ -64,10 +84,6 @@ def build_frame(run: str, rank: int, note: StepNote, values: dict[str, npt.NDArr
         time_unix=note.time_unix, scalars=scalars, columns=packed,
         updates_forward=note.updates_forward, updates_backward=note.updates_backward,
     )  # fmt: skip
-
-
-def _validity(array: npt.NDArray[Any] | None) -> npt.NDArray[np.bool_] | None:
-    return None if array is None else array.astype(np.bool_)
 
 
 class LayoutBook:

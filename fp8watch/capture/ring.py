@@ -1,9 +1,9 @@
 """Numbers leave the device here: one asynchronous copy a step into a ring allocated once, looked at on a later step.
 
-A step's tensors are packed into one buffer on their device, copied to host memory (pinned, for an accelerator)
-without waiting, and an event marks the end of the copy. `poll` asks the events and hands out what has arrived, in
-order; it never waits unless told to. A full ring drops the step and counts it: training is never held up. On a
-CPU the copy is complete at once. Called on the training thread only.
+A step's tensors are packed into one buffer on their device, by one concatenation for each dtype, copied to host memory
+(pinned, for an accelerator) without waiting, and an event marks the end of the copy. `poll` asks the events and hands
+out what has arrived, in order; it never waits unless told to. A full ring drops the step and counts it: training is
+never held up. On a CPU the copy is complete at once. Called on the training thread only.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ ALIGNMENT = 16
 DEFAULT_SLOTS = 8
 """Steps in flight. A GPU runs a few steps behind its host at most; 8 leaves room and costs little pinned memory."""
 DEFAULT_SLOT_BYTES = 64 * 1024
+KEPT_PLANS = 32
+"""Kinds of steps whose layout is kept: sampled or not, clipped or not, and so on."""
 
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype("<f4"),
@@ -37,7 +39,7 @@ _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 Values = dict[str, npt.NDArray[Any]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Segment:
     name: str
     dtype: np.dtype[Any]
@@ -46,8 +48,43 @@ class _Segment:
     is_scalar: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tensors of one dtype, which lie side by side: one concatenation, whatever their number."""
+
+    indices: list[int]
+    dtype: torch.dtype
+    start: int
+    nbytes: int
+
+
+_Shape = tuple[str, torch.dtype, int, bool]
+
+
+class _Plan:
+    """Where the tensors of a step lie in a slot. Made once for steps that look alike."""
+
+    def __init__(self, shapes: tuple[_Shape, ...]) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, (_, dtype, _, _) in enumerate(shapes):
+            by_dtype.setdefault(dtype, []).append(i)
+        segments: dict[int, _Segment] = {}
+        self.groups: list[_Group] = []
+        end = 0
+        for dtype, indices in by_dtype.items():
+            start = end
+            for i in indices:
+                name, _, count, is_scalar = shapes[i]
+                segments[i] = _Segment(name, _DTYPES[dtype], end, count * dtype.itemsize, is_scalar)
+                end += count * dtype.itemsize
+            self.groups.append(_Group(indices, dtype, start, end - start))
+            end = _aligned(end)
+        self.segments = [segments[i] for i in range(len(shapes))]
+        self.nbytes = end
+
+
 class _Lane:
-    """The buffers of one device: staging on it, one host buffer a slot."""
+    """The buffers of one device: staging on it, one host buffer and one event a slot."""
 
     def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
         self.device = device
@@ -55,39 +92,53 @@ class _Lane:
         self.is_accelerator = device.type != "cpu"
         pin = self.is_accelerator
         self.host = [torch.zeros(slot_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(slots)]
+        self.memory = [buffer.numpy() for buffer in self.host]
         self.staging = torch.zeros(slot_bytes, dtype=torch.uint8, device=device) if self.is_accelerator else None
+        self.events = [torch.Event(device) for _ in range(slots)] if self.is_accelerator else []
+        self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._plans: dict[tuple[_Shape, ...], _Plan] = {}
 
-    def copy(self, tensors: list[tuple[str, torch.Tensor]], slot: int) -> tuple[list[_Segment], Any]:
-        target = self.host[slot] if self.staging is None else self.staging
-        segments: list[_Segment] = []
-        views: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        end = 0
-        for name, tensor in tensors:
-            if tensor.dtype not in _DTYPES:
-                tensor = tensor.to(torch.float32)
-            count = tensor.numel()
-            nbytes = count * tensor.element_size()
-            if count:
-                views.append(target[end : end + nbytes].view(tensor.dtype))
-                sources.append(tensor.reshape(-1))
-            segments.append(_Segment(name, _DTYPES[tensor.dtype], end, nbytes, tensor.dim() == 0))
-            end = _aligned(end + nbytes)
-        if views:
-            torch._foreach_copy_(views, sources, non_blocking=True)  # one call; a step has about thirty of them
+    def plan(self, shapes: tuple[_Shape, ...]) -> _Plan:
+        """The layout of a step with these tensors."""
+        found = self._plans.get(shapes)
+        if found is None:
+            if len(self._plans) >= KEPT_PLANS:
+                self._plans.clear()
+                self._targets.clear()
+            found = self._plans[shapes] = _Plan(shapes)
+        return found
+
+    def copy(self, plan: _Plan, tensors: list[torch.Tensor], slot: int) -> Any:
+        """Start the copy: a concatenation for each dtype and one transfer. The event of its end; None: it has ended."""
+        for group, target in zip(plan.groups, self._views(plan, slot), strict=False):
+            if group.nbytes:
+                torch.cat([_flat(tensors[i]) for i in group.indices], out=target)
         if self.staging is None:
-            return segments, None
-        self.host[slot][:end].copy_(self.staging[:end], non_blocking=True)
-        event = torch.Event(self.device)
+            return None
+        *_, device, host = self._views(plan, slot)
+        host.copy_(device, non_blocking=True)
+        event = self.events[slot]
         event.record()
-        return segments, event
+        return event
+
+    def _views(self, plan: _Plan, slot: int) -> list[torch.Tensor]:
+        """Each group's place, and on an accelerator what is transferred, from and to."""
+        key = (id(plan), slot)
+        views = self._targets.get(key)
+        if views is None:
+            target = self.host[slot] if self.staging is None else self.staging
+            views = [target[g.start : g.start + g.nbytes].view(g.dtype) for g in plan.groups]
+            if self.staging is not None:
+                views += [self.staging[: plan.nbytes], self.host[slot][: plan.nbytes]]
+            self._targets[key] = views
+        return views
 
 
 @dataclass(slots=True)
 class _InFlight(Generic[N]):
     slot: int
     note: N
-    parts: list[tuple[_Lane, list[_Segment], Any]] = field(default_factory=list)
+    parts: list[tuple[_Lane, _Plan, Any]] = field(default_factory=list)
 
 
 class Ring(Generic[N]):
@@ -119,27 +170,33 @@ class Ring(Generic[N]):
         slot = self._free.popleft()
         entry: _InFlight[N] = _InFlight(slot, note)
         try:
-            by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-            for name, tensor in tensors.items():
-                by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
-            for device, group in by_device.items():
-                lane = self._lane(device, group)
-                entry.parts.append((lane, *lane.copy(group, slot)))
+            by_device: dict[torch.device, list[tuple[_Shape, torch.Tensor]]] = {}
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    if tensor.dtype not in _DTYPES:
+                        tensor = tensor.to(torch.float32)
+                    shape = (name, tensor.dtype, tensor.numel(), tensor.dim() == 0)
+                    by_device.setdefault(tensor.device, []).append((shape, tensor))
+                for device, group in by_device.items():
+                    shapes = tuple([shape for shape, _ in group])
+                    lane, plan = self._lane(device, shapes)
+                    entry.parts.append((lane, plan, lane.copy(plan, [tensor for _, tensor in group], slot)))
         except BaseException:
             self._free.append(slot)
             raise
         self._flight.append(entry)
         return True
 
-    def _lane(self, device: torch.device, group: list[tuple[str, torch.Tensor]]) -> _Lane:
-        needed = sum(_aligned(max(t.element_size(), 4) * t.numel()) for _, t in group)
+    def _lane(self, device: torch.device, shapes: tuple[_Shape, ...]) -> tuple[_Lane, _Plan]:
         lane = self._lanes.get(device)
-        if lane is None or needed > lane.slot_bytes:
+        plan = _Plan(shapes) if lane is None else lane.plan(shapes)
+        if lane is None or plan.nbytes > lane.slot_bytes:
             # A device or size not foreseen at attach (a loss elsewhere, a new layout): allocate once more. Steps
             # in flight keep the lane they were copied into.
-            lane = _Lane(device, self._slots, max(_aligned(needed * 5 // 4), self._slot_bytes))
+            lane = _Lane(device, self._slots, max(_aligned(plan.nbytes * 5 // 4), self._slot_bytes))
             self._lanes[device] = lane
-        return lane
+            plan = lane.plan(shapes)
+        return lane, plan
 
     def poll(self, *, wait: bool = False) -> Iterator[tuple[N, Values]]:
         """What has arrived, oldest first. `wait`: block until all of it has (rollback, detach; never in a step)."""
@@ -153,14 +210,17 @@ class Ring(Generic[N]):
                         return
             self._flight.popleft()
             values: Values = {}
-            for lane, segments, _ in entry.parts:
-                memory = lane.host[entry.slot].numpy()
-                for segment in segments:
-                    raw = memory[segment.start : segment.start + segment.nbytes]
-                    array = raw.view(segment.dtype).copy()
+            for lane, plan, _ in entry.parts:
+                memory = lane.memory[entry.slot][: plan.nbytes].copy()
+                for segment in plan.segments:
+                    array = memory[segment.start : segment.start + segment.nbytes].view(segment.dtype)
                     values[segment.name] = array.reshape(()) if segment.is_scalar else array
             self._free.append(entry.slot)
             yield entry.note, values
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
 def _aligned(nbytes: int) -> int:
@@ -169,4 +229,5 @@ def _aligned(nbytes: int) -> int:
 
 def is_capturing() -> bool:
     """A CUDA graph is being captured on this stream: events must be neither recorded nor asked."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # `torch.cuda.is_available` asks the driver at every call.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

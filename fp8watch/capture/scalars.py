@@ -6,12 +6,15 @@ tensors to the host later. A loss that cannot be used is described, never guesse
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 Scalar = float | torch.Tensor
+GIVEN = ("attention_logit_max", "kurtosis", "zero_grad_ratio")
+"""What `watch.record` takes."""
 
 
 class NotAScalar(ValueError):
@@ -82,6 +85,19 @@ class StepScalars:
         """Keep a value; None: not observed."""
         if value is not None:
             self._values[name] = value
+
+    def give(self, values: Mapping[str, Any]) -> None:
+        """Keep what the loop gives under a name of `GIVEN`: a scalar, or a mapping from modules to scalars, which
+        become `name:module`. Raises `NotAScalar`; what came before it counts."""
+        for name, value in values.items():
+            if name not in GIVEN:
+                raise NotAScalar(f"record: {name} is none of {', '.join(GIVEN)}")
+            parts = (
+                {f"{name}:{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
+            )
+            for key, item in parts.items():
+                scalar = as_scalar(item, key)
+                self._values[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
 
     def has(self, name: str) -> bool:
         """Whether this step has a value of that name so far."""

@@ -25,8 +25,19 @@ class Reading:
 
     values: dict[str, torch.Tensor]
     valid: dict[str, torch.Tensor] = field(default_factory=dict)
+    zero_is_unseen: bool = False
+    """An amax of 0 means that nothing of that tensor was observed, in every column that `valid` says nothing of: told
+    on the host, where it costs no kernel."""
     updates_forward: int = 1
     updates_backward: int = 1
+
+    def validity(self, name: str) -> torch.Tensor:
+        """bool, as long as the column: what of it was observed. Makes a kernel where `valid` has no entry."""
+        if name in self.valid:
+            return self.valid[name]
+        if self.zero_is_unseen:
+            return self.values["amax"] != 0
+        return torch.ones(self.values[name].shape, dtype=torch.bool, device=self.values[name].device)
 
 
 class Source(Protocol):

@@ -38,8 +38,9 @@ class Found:
 def find(model: torch.nn.Module) -> Found:
     """Choose source and controls for a model."""
     found = Found()
+    odd: dict[str, str] = {}
     for name, is_of, make in _FRAMEWORKS:
-        modules = [path for path, module in model.named_modules() if is_of(module)]
+        modules = [path for path, module in model.named_modules() if _asked(is_of, path, module, odd)]
         if not modules:
             continue
         reason = f"{name}: only one framework's layers are read in a model, and {found.framework} came first"
@@ -53,7 +54,17 @@ def find(model: torch.nn.Module) -> Found:
                 reason = f"{name}: {type(error).__name__}: {error}"
         found.unseen.extend(f"{path}: {reason}" for path in modules)
     found.unseen.extend(f"{path}: {reason}" for path, reason in _unread(model))
+    found.unseen.extend(f"{path}: {reason}" for path, reason in odd.items())
     return found
+
+
+def _asked(is_of: Callable[[torch.nn.Module], bool], path: str, module: torch.nn.Module, odd: dict[str, str]) -> bool:
+    """Whether the module is of a framework; one that raises when it is looked at is put down in `odd`."""
+    try:
+        return is_of(module)
+    except Exception as error:
+        odd[path] = f"{type(error).__name__}: {error}"
+        return False
 
 
 def _is_emulated(module: torch.nn.Module) -> bool:
@@ -70,7 +81,9 @@ def _make_emulated(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
 
 def _is_transformer_engine(module: torch.nn.Module) -> bool:
     home = type(module).__module__
-    return home.startswith("transformer_engine") and isinstance(getattr(module, "fp8_meta", None), dict)
+    if not home.startswith("transformer_engine"):
+        return False
+    return isinstance(getattr(module, "fp8_meta", None), dict) or _quantizes(module)
 
 
 def _make_transformer_engine(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
@@ -101,8 +114,6 @@ def _unread(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         for package, reason in UNREAD.items():
             if home == package or home.startswith(package + "."):
                 yield path, reason
-        if home.startswith("transformer_engine.pytorch.ops") and _quantizes(module):
-            yield path, "operations of te.ops are not read by this version"
 
 
 def _quantizes(operation: Any) -> bool:

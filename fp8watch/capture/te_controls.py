@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.capture.te_delayed import delayed_states
-from fp8watch.capture.te_slots import slot_names
+from fp8watch.capture.te_states import delayed_states, element_names, recipe_of
 from fp8watch.errors import ActionError
 from fp8watch.formats import E4M3, E5M2
 
@@ -192,10 +191,10 @@ class TeControls:
 
     def _slot(self, tensor: str) -> tuple[Any, int, float]:
         """`(state, element, fp8_max)` of `module:tensor`."""
-        for name, module, _, forward, state in delayed_states(self._model):
-            for slot, meaning in enumerate(slot_names(module, name, forward=forward, num_slots=state.scale.numel())):
+        for name, module, key, forward, state in delayed_states(self._model):
+            for slot, meaning in enumerate(element_names(module, name, key, state, forward=forward)):
                 if meaning is not None and f"{meaning[0]}:{meaning[1]}" == tensor:
-                    recipe = module.fp8_meta.get("recipe")
+                    recipe = recipe_of(module, forward=forward)
                     hybrid = "HYBRID" in str(getattr(recipe, "fp8_format", "HYBRID"))
                     return state, slot, E4M3.max if forward or not hybrid else E5M2.max
         raise ActionError(f"no delayed-scaling tensor {tensor}")

@@ -1,60 +1,83 @@
 """Transformer Engine, delayed scaling: every amax and every scale of every step through TE's own reduction.
 
-Works with gradient accumulation (our maximum over all micro-batches), recompute, CUDA graphs, FP8 primary
-weights, history length 1 (where TE's stored history is always zero) and several models in one process:
-columns are matched by the identity of a module's scale tensor, never by position.
+Works with several recipes in one model (one vector a recipe and direction), gradient accumulation (our maximum over
+all micro-batches), recompute, CUDA graphs, FP8 primary weights, operations of `te.ops`, history length 1 (where TE's
+stored history is always zero) and several models in one process: columns are matched by the identity of a module's
+scale tensor, never by position.
 
-Cost: for each direction and micro-batch one concatenation of the scales and two or three elementwise kernels
-over the vector; no pass over data, no synchronisation.
+Cost: one concatenation a step. It puts together TE's own vectors of amaxes, which are made anew for each update and
+need no copy, and the scales as the step leaves them: those are the ones that the casts of the next step use, unless
+somebody writes to them in between, which their version counters tell, or there is more than one update a step
+(micro-batches); then they are concatenated once more right before the update. No pass over data, no synchronisation.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fp8watch.capture.blocks import block_of
 from fp8watch.capture.source import Reading
-from fp8watch.capture.te_slots import slot_names
+from fp8watch.capture.te_states import delayed_states, element_names, metas, recipe_of
 from fp8watch.capture.te_tap import UpdateTap, update_tap
+from fp8watch.capture.te_tensors import format_name
 from fp8watch.formats import FORMATS
 from fp8watch.records import TensorColumn
 
 logger = logging.getLogger(__name__)
 
-DIRECTIONS = (("scaling_fwd", True), ("scaling_bwd", False))
+LOOK_AGAIN = 64
+"""Another model's vector is looked at again now and then: identities of objects that are gone are given again."""
+
+_Owned = dict[int, tuple[str, Any, str, bool, Any]]
 
 
-@dataclass(slots=True)
-class _Direction:
+@dataclass(slots=True, eq=False)
+class _Vector:
     """Where the model's columns lie in one of TE's concatenated vectors, and what was seen there this step."""
 
+    is_forward: bool
     slots: list[tuple[tuple[str, Any], Any, Any]]
     """`((module name, tensor), module, recipe state)` of each column."""
     positions: torch.Tensor | None
     """Index into TE's vector (int64, on the device); None: the vector is ours alone, in this order."""
+    scales: tuple[torch.Tensor, ...]
+    """TE's scale tensors, for which the index was made; held, so that an identity is not given to another."""
     signature: tuple[int, ...]
-    """Identities of the scale tensors the index was made for."""
-    amax: torch.Tensor
-    amax_last: torch.Tensor
-    scale: torch.Tensor
+    """Their identities."""
+    amax: torch.Tensor | None = None
+    """Largest of the step; None: not updated in it."""
+    amax_last: torch.Tensor | None = None
+    amax_local: torch.Tensor | None = None
+    """The same as `amax`, of this rank before the reduction; None: nobody to reduce with."""
+    scale: torch.Tensor | None = None
+    """Used in the step by the last casts; `left` itself where that is what the last step left."""
     updates: int = 0
+    num_elements: int = 0
+    """Of TE's vector, other models' included."""
+    left: torch.Tensor | None = None
+    """All scales as the last step left them, in TE's order."""
+    is_left_current: bool = False
+    """No update since."""
+    versions: list[int] = field(default_factory=list)
+    """Of the scale tensors when they were left."""
 
+    @property
+    def states(self) -> set[int]:
+        """Identities of our states in it."""
+        return {id(state) for _, _, state in self.slots}
 
-def delayed_states(model: torch.nn.Module) -> Iterator[tuple[str, Any, str, bool, Any]]:
-    """`(name, module, key, is_forward, recipe state)` of every delayed-scaling state in the model."""
-    for name, module in model.named_modules():
-        meta = getattr(module, "fp8_meta", None)
-        if not isinstance(meta, dict):
-            continue
-        for key, forward in DIRECTIONS:
-            state = meta.get(key)
-            if getattr(state, "amax_history", None) is not None and getattr(state, "scale", None) is not None:
-                yield name, module, key, forward, state
+    def used_scale(self) -> torch.Tensor:
+        """The scales of our columns that the casts before this update used."""
+        is_known = self.is_left_current and self.versions == [scale._version for scale in self.scales]
+        if is_known and self.left is not None:
+            return self.left if self.positions is None else self.left[self.positions]
+        used = torch.cat(self.scales)
+        return used if self.positions is None else used[self.positions]
 
 
 class TeDelayedSource:
@@ -65,17 +88,28 @@ class TeDelayedSource:
     def __init__(self, model: torch.nn.Module, *, extension: Any | None = None) -> None:
         self._model = model
         self._tap: UpdateTap = update_tap(extension)
-        self._directions: dict[bool, _Direction] = {}
-        self._owned: dict[int, tuple[str, torch.nn.Module, bool, Any]] = {}
+        self._vectors: dict[tuple[int, ...], _Vector] = {}
+        """By signature, as they were met."""
+        self._ordered: list[_Vector] = []
+        """Forward ones first; arranged again when they change, as what follows."""
+        self._scales: list[torch.Tensor] = []
+        """All scale tensors in that order."""
+        self._is_spread = False
+        """They lie on several devices."""
+        self._foreign: dict[tuple[int, ...], int] = {}
+        """Vectors of other models, and how often they were met."""
         self._recipes: list[Any] = []
+        self._num_changes = 0
         self._seen_as: tuple[Any, ...] | None = None
         self._columns: list[TensorColumn] = []
         self._missing: list[str] = []
         self._num_reads = 0
+        self._left: torch.Tensor | None = None
+        """All scales as the last step left them, one vector after the other, in one piece."""
         self._tap.subscribe(self._on_update)
 
     def columns(self) -> Sequence[TensorColumn]:
-        """Forward tensors first, each direction in TE's own order; known from the first update on.
+        """Forward tensors first, each vector in TE's own order; known from the first update on.
 
         The same object as long as nothing has changed, so that a step does not pay for comparing them.
         """
@@ -87,23 +121,28 @@ class TeDelayedSource:
         self._refresh()
         return self._missing
 
+    def _arrange(self) -> None:
+        self._ordered = sorted(self._vectors.values(), key=lambda vector: not vector.is_forward)
+        self._scales = [scale for vector in self._ordered for scale in vector.scales]
+        self._is_spread = len({scale.device for scale in self._scales}) > 1
+
     def _refresh(self) -> None:
         # Twice more after the first step: what has still not shown up by then is named.
         state = (
+            self._num_changes,
             min(self._num_reads, 2),
-            *((forward, part.signature) for forward, part in self._directions.items()),
-            *((recipe.margin, recipe.amax_compute_algo) for recipe in self._recipes),
+            *[(recipe.margin, recipe.amax_compute_algo) for recipe in self._recipes],
         )
         if state == self._seen_as:
             return
         self._seen_as = state
+        vectors = self._ordered
         self._columns = [
-            _column(slot, forward, module.fp8_meta.get("recipe"), live)
-            for forward in (True, False)
-            if forward in self._directions
-            for slot, module, live in self._directions[forward].slots
+            _column(slot, recipe_of(module, forward=vector.is_forward), live, forward=vector.is_forward)
+            for vector in vectors
+            for slot, module, live in vector.slots
         ]
-        seen = {id(module) for part in self._directions.values() for _, module, _ in part.slots}
+        seen = {id(module) for vector in vectors for _, module, _ in vector.slots}
         self._missing = [
             f"{name}: {reason}"
             for name, module in self._model.named_modules()
@@ -112,111 +151,175 @@ class TeDelayedSource:
 
     def begin(self, *, with_statistics: bool) -> None:
         """Forget the step that was read."""
-        for direction in self._directions.values():
-            direction.amax.zero_()
-            direction.updates = 0
+        for vector in self._vectors.values():
+            vector.amax = vector.amax_last = vector.amax_local = vector.scale = None
+            vector.updates = 0
 
     def read(self) -> Reading | None:
-        """amax, amax_last and scale of this step; a tensor whose amax is 0 was idle and counts as not observed."""
+        """amax, scale and, where there was more than one update, amax_last of this step.
+
+        A tensor whose amax is 0 was idle and counts as not observed.
+        """
         self._num_reads += 1
-        parts = [self._directions[forward] for forward in (True, False) if forward in self._directions]
-        if not any(part.updates for part in parts):
+        vectors = self._ordered
+        if not any(vector.updates for vector in vectors):
             return None
-        amax = torch.cat([part.amax for part in parts])
-        seen = amax != 0
+        device = vectors[0].scales[0].device
+        names = ["amax"]
+        if any(vector.updates > 1 for vector in vectors):
+            names.append("amax_last")
+        if any(vector.amax_local is not None for vector in vectors):
+            names.append("amax_local")
+        pieces = [_piece(vector, name, device) for name in names for vector in vectors]
+        num = sum(len(vector.slots) for vector in vectors)
+        start = num * len(names)
+        before, is_whole = self._left, all(vector.scale is vector.left for vector in vectors if vector.updates)
+        if is_whole and before is not None and before.numel() == num:
+            scale = before  # the usual step: nothing to put together
+        else:
+            scale = torch.cat([_piece(vector, "scale", device) for vector in vectors])
+        scales = [_to(scale, device) for scale in self._scales] if self._is_spread else self._scales
+        packed = torch.cat([*pieces, *scales])
+        self._leave(vectors, packed[start:])
+        values = {name: packed[i * num : (i + 1) * num] for i, name in enumerate(names)}
         return Reading(
-            values={
-                "amax": amax,
-                "amax_last": torch.cat([part.amax_last for part in parts]),
-                "scale": torch.cat([part.scale for part in parts]),
-            },
-            valid={"amax": seen, "amax_last": seen, "scale": seen},
-            updates_forward=self._directions[True].updates if True in self._directions else 0,
-            updates_backward=self._directions[False].updates if False in self._directions else 0,
+            values=values | {"scale": scale},
+            zero_is_unseen=True,
+            updates_forward=max((v.updates for v in vectors if v.is_forward), default=0),
+            updates_backward=max((v.updates for v in vectors if not v.is_forward), default=0),
         )
+
+    def _leave(self, vectors: list[_Vector], scales: torch.Tensor) -> None:
+        """Keep what the next step's casts will use."""
+        start = 0
+        for vector in vectors:
+            vector.left = scales[start : start + vector.num_elements]
+            vector.versions = [scale._version for scale in vector.scales]
+            vector.is_left_current = True
+            start += vector.num_elements
+        self._left = scales if all(vector.positions is None for vector in vectors) else None
 
     def detach(self) -> None:
         """Leave the tap."""
         self._tap.unsubscribe(self._on_update)
 
-    def _on_update(self, amax: torch.Tensor, scales: Sequence[torch.Tensor]) -> None:
-        """TE is about to update: `amax` is reduced, `scales` are those just used. Runs on autograd's thread too."""
+    def _on_update(self, amax: torch.Tensor, scales: Sequence[torch.Tensor], local: torch.Tensor | None = None) -> None:
+        """TE is about to update: `amax` is reduced, `scales` are those just used, `local` is the amax before the
+        reduction where there was one. Runs on autograd's thread too."""
         signature = tuple(map(id, scales))
-        forward = self._direction_of(signature)
-        if forward is None:
+        vector = self._vectors.get(signature)
+        if vector is None:
+            met = self._foreign.get(signature, 0)
+            if met % LOOK_AGAIN:
+                self._foreign[signature] = met + 1
+                return
+            vector = self._index(scales, signature, amax.device)
+            if vector is None:
+                return
+        if vector.is_forward and vector.updates and torch._C._current_graph_task_id() != -1:
+            # A recomputation inside a backward pass updates once more, with the same amax, after the scales of its
+            # casts have made room for newer ones.
             return
-        direction = self._directions.get(forward)
-        if direction is None or direction.signature != signature:
-            direction = self._index(forward, scales, signature, amax.device)
-        mine = amax if direction.positions is None else amax[direction.positions]
-        used = torch.cat(tuple(scales))
-        torch.maximum(direction.amax, mine, out=direction.amax)
-        direction.amax_last.copy_(mine)
-        direction.scale.copy_(used if direction.positions is None else used[direction.positions])
-        direction.updates += 1
-
-    def _direction_of(self, signature: tuple[int, ...]) -> bool | None:
-        """Whether these scale tensors are our forward or backward ones; None: they belong to other models."""
-        for forward, direction in self._directions.items():
-            if direction.signature == signature:
-                return forward
-        # Modules get their state at their first forward, and models grow: look again at an unknown vector.
-        self._owned = {
-            id(state.scale): (name, module, forward, state)
-            for name, module, _, forward, state in delayed_states(self._model)
-        }
-        return next((self._owned[i][2] for i in signature if i in self._owned), None)
+        used = vector.used_scale()
+        vector.is_left_current = False
+        if vector.positions is not None:
+            amax = amax[vector.positions]
+            local = None if local is None else local[vector.positions]
+        vector.updates += 1
+        if local is not None:
+            vector.amax_local = local if vector.amax_local is None else torch.maximum(vector.amax_local, local)
+        if vector.amax is None or vector.amax_last is None or vector.scale is None:
+            vector.amax, vector.amax_last, vector.scale = amax, amax, used
+            return
+        # Of a tensor that has not been cast since the last update, that one's numbers stand.
+        was_cast = amax != 0
+        vector.amax = torch.maximum(vector.amax, amax)
+        vector.amax_last = torch.where(was_cast, amax, vector.amax_last)
+        vector.scale = torch.where(was_cast, used, vector.scale)
 
     def _index(
-        self, forward: bool, scales: Sequence[torch.Tensor], signature: tuple[int, ...], device: torch.device
-    ) -> _Direction:
+        self, scales: Sequence[torch.Tensor], signature: tuple[int, ...], device: torch.device
+    ) -> _Vector | None:
+        """Find our columns in a vector met for the first time; None: it belongs to other models.
+
+        Modules get their state at their first forward, and models grow.
+        """
+        owned: _Owned = {id(entry[4].scale): entry for entry in delayed_states(self._model)}
         found: list[tuple[tuple[str, Any], Any, Any]] = []
         positions: list[int] = []
-        offset = 0
+        offset, is_forward, is_ours = 0, True, False
         for tensor in scales:
-            owner = self._owned.get(id(tensor))
-            if owner is not None:
-                name, module, _, state = owner
-                for i, slot in enumerate(slot_names(module, name, forward=forward, num_slots=tensor.numel())):
+            if (owner := owned.get(id(tensor))) is not None:
+                name, module, key, is_forward, state = owner
+                is_ours = True
+                for i, slot in enumerate(element_names(module, name, key, state, forward=is_forward)):
                     if slot is not None:
                         found.append((slot, module, state))
                         positions.append(offset + i)
             offset += tensor.numel()
-        recipes = {
-            id(recipe): recipe for _, module, _ in found if (recipe := module.fp8_meta.get("recipe")) is not None
-        }
-        self._recipes = list({**{id(r): r for r in self._recipes}, **recipes}.values())
+        if not is_ours:
+            self._foreign[signature] = self._foreign.get(signature, 0) + 1
+            return None
+        self._foreign.clear()
         index = None
         if positions != list(range(offset)):
             index = torch.tensor(positions, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        direction = _Direction(
-            slots=found,
-            positions=index,
-            signature=signature,
-            amax=torch.zeros(len(found), device=device),
-            amax_last=torch.zeros(len(found), device=device),
-            scale=torch.ones(len(found), device=device),
-        )
-        self._directions[forward] = direction
-        return direction
+        vector = _Vector(
+            is_forward=is_forward, slots=found, positions=index, scales=tuple(scales), signature=signature,
+            num_elements=offset,
+        )  # fmt: skip
+        # A vector that has grown takes the place of what it was; state that was made anew leaves the old one behind.
+        live = {id(entry[4]) for entry in owned.values()}
+        for known in list(self._vectors.values()):
+            if known.states & live <= vector.states:
+                del self._vectors[known.signature]
+        self._vectors[signature] = vector
+        recipes = {id(recipe): recipe for recipe in self._recipes}
+        for _, module, _ in found:
+            if (recipe := recipe_of(module, forward=is_forward)) is not None:
+                recipes[id(recipe)] = recipe
+        self._recipes = list(recipes.values())
+        self._num_changes += 1
+        self._arrange()
+        return vector
+
+
+def _piece(vector: _Vector, name: str, device: torch.device) -> torch.Tensor:
+    values: torch.Tensor | None = getattr(vector, name)
+    if values is None and name == "amax_local":
+        values = vector.amax  # a recipe that reduces nothing
+    return torch.zeros(len(vector.slots), device=device) if values is None else _to(values, device)
+
+
+def _to(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return values if values.device == device else values.to(device, non_blocking=True)
 
 
 def _why_unseen(module: Any, num_reads: int) -> str | None:
     """Why a module's numbers are missing; None for one that holds no FP8 state, like attention outside FP8."""
-    meta = getattr(module, "fp8_meta", None)
-    if not isinstance(meta, dict) or num_reads == 0:
+    held = list(metas(module))
+    if not held or num_reads == 0:
         return None
-    if any(getattr(meta.get(key), "amax_history", None) is not None for key, _ in DIRECTIONS):
+    if any(getattr(meta.get(key), "amax_history", None) is not None for key, _, meta in held):
         return "has taken part in no scale update yet"
+    recipe = held[0][2].get("recipe")
     if getattr(module, "fp8", False):
-        return f"{type(meta.get('recipe')).__name__} keeps no scale between steps, which this version does not read"
+        return f"{type(recipe).__name__} keeps no scale between steps, which this version does not read"
+    if hasattr(module, "_fp8_metas"):
+        return f"{type(recipe).__name__} keeps no scale between steps, which is not read in operations of te.ops"
+    # Set by a module's first forward (TE 2.20 `pytorch/module/base.py` 916, 1501), in FP8 or not.
+    if getattr(module, "activation_dtype", "") is None and any(True for _ in module.parameters(recurse=False)):
+        return "has not run yet"
     return None
 
 
-def _column(slot: tuple[str, Any], forward: bool, recipe: Any, state: Any) -> TensorColumn:
+def _column(slot: tuple[str, Any], recipe: Any, state: Any, *, forward: bool) -> TensorColumn:
     name, tensor = slot
-    hybrid = "HYBRID" in str(getattr(recipe, "fp8_format", "HYBRID"))
-    fmt = "e4m3" if forward or not hybrid else "e5m2"
+    if (dtype := getattr(state, "dtype", None)) is not None:
+        fmt = format_name(dtype)
+    else:
+        hybrid = "HYBRID" in str(getattr(recipe, "fp8_format", "HYBRID"))
+        fmt = "e4m3" if forward or not hybrid else "e5m2"
     assert fmt in FORMATS
     recent = getattr(recipe, "amax_compute_algo", "max") == "most_recent"
     return TensorColumn(

@@ -1,8 +1,9 @@
 """What each slot of a Transformer Engine module's scale vector holds.
 
-TE keeps one scale and one amax history per direction and module, an element a quantized tensor. The order is
-given by `get_quantizer_roles` where the installed version has it, else by the raw layout (TE 2.20
-`pytorch/module/base.py` 1139, `csrc/common.h` 75, `cpp_extensions/fused_attn.py` 167).
+TE keeps one scale and one amax history per direction and module, an element a quantized tensor, in the raw order of
+its GEMMs (TE 2.20 `pytorch/module/base.py` 1139, `csrc/common.h` 75, `cpp_extensions/fused_attn.py` 167); operations of
+`te.ops` hold only what they quantize (`ops/basic/basic_linear.py` 272, `grouped_linear.py` 401). That the order agrees
+with the library's own `get_quantizer_roles` is tested against roles recorded from it.
 
 Slots for the output and the gradient of the input are live only with FP8 output; their amax stays 0 forever
 otherwise, which is why an amax of 0 is read as "not observed".
@@ -16,6 +17,9 @@ Tensor = Literal["input", "weight", "output", "grad_output", "grad_input"]
 
 _LINEAR_FORWARD: tuple[Tensor, ...] = ("input", "weight", "output")
 _LINEAR_BACKWARD: tuple[Tensor, ...] = ("grad_output", "grad_input")
+_OPERATION_FORWARD: tuple[Tensor, ...] = ("input", "weight")
+_OPERATION_BACKWARD: tuple[Tensor, ...] = ("grad_output",)
+_ATTENTION = {"DotProductAttention", "FusedAttention", "MultiheadAttention"}
 
 # Fused attention: index -> (part, tensor). Slots without an entry are never written.
 _ATTENTION_FORWARD: dict[int, tuple[str, Tensor]] = {2: ("qkv", "input"), 3: ("o", "output"), 8: ("s", "output")}
@@ -30,21 +34,22 @@ def slot_names(module: Any, name: str, *, forward: bool, num_slots: int) -> list
     A module of several GEMMs gets a name a GEMM: `mlp.fc1` and `mlp.fc2` for LayerNormMLP, `moe.gemm_3` for
     GroupedLinear, `attention.qkv` for fused attention.
     """
-    kind = type(module).__name__
-    if kind in ("DotProductAttention", "FusedAttention", "MultiheadAttention"):
+    # Frameworks derive from TE's classes and name theirs otherwise (Megatron's TEDotProductAttention).
+    kinds = {base.__name__ for base in type(module).__mro__}
+    if kinds & _ATTENTION:
         table = _ATTENTION_FORWARD if forward else _ATTENTION_BACKWARD
         return [(f"{name}.{table[i][0]}", table[i][1]) if i in table else None for i in range(num_slots)]
     tensors = _LINEAR_FORWARD if forward else _LINEAR_BACKWARD
+    if "BasicOperation" in kinds or num_slots % len(tensors):
+        tensors = _OPERATION_FORWARD if forward else _OPERATION_BACKWARD
+        if num_slots == 1 and forward:
+            return [(name, "input")]  # an operation that quantizes what passes through it
     if num_slots == 0 or num_slots % len(tensors):
-        # te.ops hold only what they quantize: input and weight forward, grad_output backward.
-        short: tuple[Tensor, ...] = ("input", "weight") if forward else ("grad_output",)
-        if num_slots % len(short):
-            return [None] * num_slots
-        tensors = short
+        return [None] * num_slots
     gemms = num_slots // len(tensors)
-    parts = [name] if gemms == 1 else [f"{name}.{part}" for part in _gemm_parts(kind, gemms)]
+    parts = [name] if gemms == 1 else [f"{name}.{part}" for part in _gemm_parts(kinds, gemms)]
     return [(part, tensor) for part in parts for tensor in tensors]
 
 
-def _gemm_parts(kind: str, gemms: int) -> list[str]:
-    return ["fc1", "fc2"] if kind == "LayerNormMLP" and gemms == 2 else [f"gemm_{i}" for i in range(gemms)]
+def _gemm_parts(kinds: set[str], gemms: int) -> list[str]:
+    return ["fc1", "fc2"] if "LayerNormMLP" in kinds and gemms == 2 else [f"gemm_{i}" for i in range(gemms)]

@@ -1,5 +1,7 @@
 """Transformer Engine, whatever the recipes: delayed scaling by its update, recipes without state by their GEMMs.
 
+On sampled steps the casts themselves are looked at too (`te_statistics`).
+
 The tap on GEMM calls is put in only when a module is found to use a recipe without state, which is known after its
 first forward: a run that uses delayed scaling alone never pays for it, another one is seen from its second step on.
 """
@@ -7,15 +9,18 @@ first forward: a run that uses delayed scaling alone never pays for it, another 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fp8watch.capture.cost_meter import CostMeter
+from fp8watch.capture.governor import Kind
 from fp8watch.capture.source import Reading
 from fp8watch.capture.te_delayed import TeDelayedSource
 from fp8watch.capture.te_gemm_tap import GemmTap
 from fp8watch.capture.te_stateless import TeStatelessSource
+from fp8watch.capture.te_statistics import TeStatistics
 from fp8watch.records import TensorColumn
 
 logger = logging.getLogger(__name__)
@@ -35,9 +40,24 @@ class TeSource:
         self._stateless: TeStatelessSource | None = None
         self._tap = tap
         self._why_not: str | None = None
+        self._statistics: TeStatistics | None = None
+        try:
+            self._statistics = TeStatistics(model, extension=extension)
+        except (ImportError, AttributeError) as error:
+            logger.warning("fp8watch: casts of this Transformer Engine cannot be counted: %s", error)
         self._num_begins = 0
         self._parts: tuple[Sequence[TensorColumn], Sequence[TensorColumn]] = ((), ())
         self._columns: Sequence[TensorColumn] = ()
+
+    @property
+    def meters(self) -> Mapping[Kind, CostMeter] | None:
+        """Where the cost of counting goes."""
+        return self._statistics.meters if self._statistics is not None else None
+
+    @meters.setter
+    def meters(self, meters: Mapping[Kind, CostMeter] | None) -> None:
+        if self._statistics is not None:
+            self._statistics.meters = meters
 
     def columns(self) -> Sequence[TensorColumn]:
         """The same object as long as neither part changes."""
@@ -60,6 +80,8 @@ class TeSource:
         """A new optimizer step."""
         self._delayed.begin(with_statistics=with_statistics)
         self._num_begins += 1
+        if self._statistics is not None:
+            self._statistics.begin(is_sampled=with_statistics)
         if self._stateless is not None:
             self._stateless.begin(with_statistics=with_statistics)
         elif self._why_not is None and (
@@ -67,8 +89,18 @@ class TeSource:
         ):  # fmt: skip
             self._listen_if_needed()
 
+    def look_closer(self, modules: Sequence[str] | None) -> bool:
+        """See `fp8watch.capture.closer.LooksCloser`."""
+        return self._statistics is not None and self._statistics.look_closer(modules)
+
     def read(self) -> Reading | None:
         """Both parts' numbers; a part that did not run counts as not observed."""
+        reading = self._read()
+        if self._statistics is not None:
+            reading = self._statistics.add_to(reading, self.columns())
+        return reading
+
+    def _read(self) -> Reading | None:
         delayed = self._delayed.read()
         stateless = self._stateless.read() if self._stateless is not None else None
         if self._stateless is None or not self._stateless.columns():
@@ -81,7 +113,9 @@ class TeSource:
         return _joined((delayed, stateless), lengths)
 
     def detach(self) -> None:
-        """Leave both taps."""
+        """Leave all taps."""
+        if self._statistics is not None:
+            self._statistics.detach()
         self._delayed.detach()
         if self._stateless is not None:
             self._stateless.detach()
@@ -107,17 +141,21 @@ def _is_stateless(module: Any) -> bool:
 def _joined(parts: tuple[Reading | None, Reading | None], lengths: tuple[int, int]) -> Reading:
     found = [part for part in parts if part is not None]
     device = next(iter(found[0].values.values())).device
+    names = [
+        name for name in ("amax", "amax_last", "amax_local", "scale") if any(name in part.values for part in found)
+    ]
     values: dict[str, torch.Tensor] = {}
     valid: dict[str, torch.Tensor] = {}
-    for name in ("amax", "amax_last", "scale"):
+    for name in names:
         pieces, flags = [], []
         for part, length in zip(parts, lengths, strict=True):
             if part is None:
                 pieces.append(torch.zeros(length, device=device))
                 flags.append(torch.zeros(length, dtype=torch.bool, device=device))
             else:
-                pieces.append(part.values[name])
-                flags.append(part.valid[name])
+                held = name if name in part.values else "amax"  # one update, or one rank
+                pieces.append(part.values[held])
+                flags.append(part.validity(held))
         values[name], valid[name] = torch.cat(pieces), torch.cat(flags)
     return Reading(
         values=values,

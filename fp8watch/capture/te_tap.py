@@ -3,7 +3,9 @@
 TE concatenates the amaxes of every registered module, reduces them over its group and hands them with all
 histories and scales to `transformer_engine_torch.fused_amax_and_scale_update_after_reduction`, once a
 direction and micro-batch (TE 2.20 `pytorch/quantization.py` 656). Looking at the arguments *before* the call
-shows the reduced amaxes and the scales that were just used for casting, at the price of nothing.
+shows the reduced amaxes and the scales that were just used for casting, at the price of nothing. What a rank had
+before the reduction, which hides who was extreme, is copied in front of it
+(`FP8GlobalStateManager.reduce_tensor_across_group_op_max`, called only where there is somebody to reduce with).
 
 The attribute is looked up on the module at every call, so replacing it works also after models were built
 and under CUDA graphs, whose scale updates run outside the graph. The backward call comes from autograd's
@@ -15,7 +17,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,17 +27,23 @@ from fp8watch.capture.patches import Patches
 logger = logging.getLogger(__name__)
 
 UPDATE = "fused_amax_and_scale_update_after_reduction"
+REDUCE = "reduce_tensor_across_group_op_max"
 
-Subscriber = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
-"""Called with the reduced amax vector (float32, [n]) and the list of scale tensors it belongs to."""
+Subscriber = Callable[..., None]
+"""Called with the reduced amax vector (float32, [n]) and the list of scale tensors it belongs to; where ranks have
+reduced it, also with a copy of the vector from before: this rank's own."""
 
 
 class UpdateTap:
     """The patch; it is put in by the first subscriber and taken out by the last."""
 
-    def __init__(self, extension: Any) -> None:
-        self._extension = extension
+    def __init__(self, extension: Any, manager: Any | None = None) -> None:
+        """`manager`: the class with the reduction; None: what ranks had before it is not seen."""
+        self._extension, self._manager = extension, manager
         self._patches = Patches()
+        self._reduction: Any = None
+        """The manager's own static method, while ours stands in its place."""
+        self._local = threading.local()
         self._subscribers: tuple[Subscriber, ...] = ()
         self._lock = threading.Lock()
         self.num_failures = 0
@@ -46,6 +54,9 @@ class UpdateTap:
         with self._lock:
             if not self._patches:
                 self._patches.put([(self._extension, UPDATE, self._tapped)])
+                self._reduction = getattr(self._manager, "__dict__", {}).get(REDUCE)
+                if isinstance(self._reduction, staticmethod):
+                    setattr(self._manager, REDUCE, self._tapped_reduction(self._reduction))
             self._subscribers = (*self._subscribers, subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
@@ -54,12 +65,28 @@ class UpdateTap:
             self._subscribers = tuple(s for s in self._subscribers if s != subscriber)
             if not self._subscribers:
                 self._patches.take_out()
+                if isinstance(self._reduction, staticmethod):
+                    setattr(self._manager, REDUCE, self._reduction)
+                self._reduction = None
+
+    def _tapped_reduction(self, original: Any) -> Any:
+        def reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            # Kept until the update that follows on this thread, which is given the same tensor.
+            self._local.before = (tensor, tensor.clone()) if self._subscribers else None
+            return original.__func__(tensor, *args, **options)
+
+        return staticmethod(reduce)
+
+    def _before(self, amax: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kept, self._local.before = getattr(self._local, "before", None), None
+        return (kept[1],) if kept is not None and kept[0] is amax else ()
 
     def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def tapped(amax: torch.Tensor, histories: Any, scales: Any, *rest: Any, **options: Any) -> Any:
+            before = self._before(amax)
             for subscriber in self._subscribers:
                 try:
-                    subscriber(amax, scales)
+                    subscriber(amax, scales, *before)
                 except Exception:
                     self.num_failures += 1
                     logger.warning("fp8watch: a tap on TE's scale update failed and is switched off", exc_info=True)
@@ -76,5 +103,9 @@ def update_tap(extension: Any | None = None) -> UpdateTap:
     """The process's tap. Raises `AttributeError` or `ImportError` where this TE has no such function."""
     if extension is None:
         extension = importlib.import_module("transformer_engine_torch")
+        quantization = importlib.import_module("transformer_engine.pytorch.quantization")
+        manager = getattr(quantization, "FP8GlobalStateManager", None)
+    else:
+        manager = getattr(extension, "manager", None)
     getattr(extension, UPDATE)
-    return _taps.setdefault(id(extension), UpdateTap(extension))
+    return _taps.setdefault(id(extension), UpdateTap(extension, manager))

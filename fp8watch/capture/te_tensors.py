@@ -15,7 +15,7 @@ to a factor of two, and what is given is its upper bound.
 
 TE makes a scale of exactly 1 where amax is 0, infinite or NaN (`common/recipe/recipe_common.cuh`), so that a scale
 of 1 says nothing about amax: it is left out. Read on the CPU from objects of these layouts in tests; current and
-block scaling are to be tested on a GPU, the readers of MXFP8 and NVFP4 have not been run on hardware.
+block scaling are tested on a GPU, the readers of MXFP8 and NVFP4 have not been run on hardware.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ class TensorScales:
         return None if self.recipe == "nvfp4" else self.worst.reciprocal()
 
 
+def format_name(dtype: Any) -> str:
+    """Key of `fp8watch.formats.FORMATS` for TE's enumeration of dtypes: E4M3 where it names none.
+
+    An `IntEnum` of Python's since 2.20 (`pytorch/constants.py` 24), whose `str` is a number; pybind11's before.
+    """
+    return "e5m2" if "E5M2" in str(getattr(dtype, "name", dtype)) else "e4m3"
+
+
 def is_delayed(tensor: Any) -> bool:
     """Whether the tensor was quantized with delayed scaling, whose scales have a source of their own."""
     return type(getattr(tensor, "_quantizer", None)).__name__ == "Float8Quantizer"
@@ -82,7 +90,7 @@ def read_scales(tensor: Any, *, raw: bool = False) -> TensorScales | None:
     `raw` leaves scales of exactly 1 in where there is one scale a tensor, for a caller that sorts them out for many
     tensors at once. Raises nothing for a layout that is not known: None.
     """
-    fmt = "e5m2" if "E5M2" in str(getattr(tensor, "_fp8_dtype", "")) else "e4m3"
+    fmt = format_name(getattr(tensor, "_fp8_dtype", None))
     per_tensor = getattr(tensor, "_scale_inv", None)
     if isinstance(per_tensor, torch.Tensor) and per_tensor.numel():
         worst = per_tensor.detach().reshape(-1)[0] if per_tensor.numel() == 1 else per_tensor.detach().amax()
@@ -96,7 +104,7 @@ def read_scales(tensor: Any, *, raw: bool = False) -> TensorScales | None:
     if scales.dtype == torch.uint8:
         return TensorScales(recipe="mxfp8", fp8_format=fmt, worst=_worst_e8m0(scales))
     if scales.is_floating_point():
-        return TensorScales(recipe="block", fp8_format=fmt, worst=_without_unknown(scales.float()).amax())
+        return TensorScales(recipe="block", fp8_format=fmt, worst=_without_unknown(_block_scales(tensor)).amax())
     return None
 
 
@@ -108,13 +116,37 @@ def scale_range(tensor: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     scales = _first(tensor, ("_scale_inv", *_SCALES))
     if scales is None or _first(tensor, ("_amax_rowwise", "_amax_columnwise")) is not None:
         return None
-    inverse = _from_e8m0(scales) if scales.dtype == torch.uint8 else scales.float()
+    if scales.dtype == torch.uint8:
+        inverse = _from_e8m0(scales)
+    else:
+        inverse = scales.float() if hasattr(tensor, "_scale_inv") else _block_scales(tensor)
     is_known = (inverse != UNKNOWN_SCALE) & (inverse > 0)
     if scales.dtype == torch.uint8:
         is_known = inverse > 0  # a power of two like any other
     largest = torch.where(is_known, inverse, 0.0).amax().reciprocal()
     smallest = torch.where(is_known, inverse, torch.inf).amin()
     return largest, torch.where(smallest == torch.inf, torch.inf, smallest.reciprocal())
+
+
+def _block_scales(tensor: Any) -> torch.Tensor:
+    """float32: inverse scales of the blocks, without the padding to multiples of 4, whose memory nobody has written.
+
+    TE 2.20 `tensor/float8_blockwise_tensor.py` 162. Of the data as it lies, [rows, columns]: a scale a block of 128
+    x 128 in [blocks of rows, blocks of columns], padded; a scale 1 x 128 in [blocks of columns, rows], padded.
+    """
+    for side in ("rowwise", "columnwise"):
+        scales, data = getattr(tensor, f"_{side}_scale_inv", None), getattr(tensor, f"_{side}_data", None)
+        if not isinstance(scales, torch.Tensor) or not scales.numel():
+            continue
+        scales = scales.detach().float()
+        if not isinstance(data, torch.Tensor) or scales.dim() != 2 or not data.shape:
+            return scales
+        columns = data.shape[-1]
+        rows = data.numel() // max(columns, 1)
+        block = int(getattr(getattr(tensor, "_quantizer", None), "block_len", 128))
+        used = -(-columns // block) if getattr(tensor, "_is_2D_scaled", False) else rows
+        return scales[:, :used]
+    raise AttributeError("no block scales")
 
 
 def _first(tensor: Any, names: tuple[str, ...]) -> torch.Tensor | None:

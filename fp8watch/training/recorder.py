@@ -6,7 +6,7 @@ Everything runs on the training thread, is kept away from training by the guard,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,23 @@ from fp8watch.actions.clip_control import ClipControl
 from fp8watch.actions.lr_control import LrControl
 from fp8watch.actions.skip_guard import SkipGuard
 from fp8watch.capture import frames, gradients
+from fp8watch.capture.closer import CloserLook, CloserOptions
 from fp8watch.capture.frames import LayoutBook, StepNote
 from fp8watch.capture.ring import Ring
 from fp8watch.capture.scalars import NotAScalar, Scalar, StepScalars
 from fp8watch.capture.source import Reading, Source
-from fp8watch.capture.update_size import UpdateSize
-from fp8watch.records import Layout, StepFrame
+from fp8watch.capture.update_size import UpdateSize, UpdateSums
+from fp8watch.records import Layout, StepFrame, TensorColumn
 from fp8watch.training.guard import Guard
 
-BYTES_A_TENSOR = 64
-"""All columns of one tensor with their validity, rounded up: five f4, four u8, one u1, ten flags."""
+BYTES_A_TENSOR = 192
+"""All columns of one tensor with their validity, rounded up: five f4, four u8, one u1, ten flags; on a what-if step
+ten u8, five f4 and fifteen flags more."""
+
+
+UPDATE_EVERY = 10
+"""Optimizer steps between looks at the size of the update on an accelerator, where each look costs the training thread
+about as much as everything else together; on a CPU it is looked at in every step."""
 
 
 class Recorder:
@@ -46,7 +53,9 @@ class Recorder:
         guard: Guard,
         note: Callable[[str], None],
         may_act: Callable[[], bool],
+        modules: Sequence[str] = (),
         statistics_every: int | None,
+        closer: CloserOptions | None = None,
     ) -> None:
         self._run, self._rank = run, rank
         self._optimizer, self._scaler = optimizer, scaler
@@ -55,12 +64,19 @@ class Recorder:
         self._static_unseen = unseen
         self._guard, self._note, self._may_act = guard, note, may_act
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._every = statistics_every or (1 if device.type == "cpu" else 10)
         self._update_size = UpdateSize(model.parameters())
+        self._update_every = 1 if device.type == "cpu" else UPDATE_EVERY
+        self._num_updates = 0
         self.scalars = StepScalars()
         self.layouts = LayoutBook(run, rank)
+        self._update: UpdateSums | None = None
         self._reasons: dict[str, str] = {}
+        self._layout_state: tuple[Any, ...] = (None, None, -1, -1)
         self.refresh_layout(0)
+        self.closer = CloserLook(
+            model=model, optimizer=optimizer, source=self._source, modules=modules, device=device,
+            options=closer or CloserOptions(statistics_every=statistics_every), not_observed=self._unseen_quietly,
+        )  # fmt: skip
         slot_bytes = 4096 + BYTES_A_TENSOR * len(self.layouts.current.columns)
         self._ring: Ring[StepNote] = Ring(device, slot_bytes=slot_bytes)
         self._own_seconds = 0.0
@@ -89,7 +105,9 @@ class Recorder:
         if is_skipped:
             guard.call("skip_update end", self._skip.after_step)
         else:
-            guard.call("update_rms begin", self._update_size.before)
+            if self._num_updates % self._update_every == 0:
+                guard.call("update_rms begin", self._update_size.before)
+            self._num_updates += 1
         self._own_seconds += time.perf_counter() - started
         return is_skipped
 
@@ -108,8 +126,7 @@ class Recorder:
     def after_update(self, *, has_closure: bool) -> None:
         """See `StepObserver`."""
         started = time.perf_counter()
-        for name, value in (self._guard.call("update_rms", self._update_size.after) or {}).items():
-            self.scalars.put(name, value)
+        self._update = self._guard.call("update_rms", self._update_size.after)
         if has_closure:
             self._guard.call("grad_norm", self._take_norm)
         self._own_seconds += time.perf_counter() - started
@@ -141,9 +158,9 @@ class Recorder:
 
     def begin(self, step: int) -> None:
         """A new step starts."""
-        if self._source is not None:
-            is_sampled = (step - 1) % self._every == 0
-            self._guard.call(f"{self._source.name} begin", self._source.begin, with_statistics=is_sampled)
+        self._guard.call(
+            "closer look begin" if self._source is None else f"{self._source.name} begin", self.closer.begin, step
+        )
 
     def micro_loss(self, loss: Any) -> None:
         """One micro-batch's loss."""
@@ -166,9 +183,14 @@ class Recorder:
         self.scalars.put("samples", samples)
         self._guard.call("scalars", self._take_scalars)
         reading = self._guard.call(f"{self._source.name} read", self._source.read) if self._source is not None else None
+        step_seconds = None if self._last_boundary is None else started - self._last_boundary
+        found = self._guard.call("closer look", self.closer.finish, reading, self._columns_now, step_seconds)
+        if found is not None:
+            reading = found[0]
+            for name, value in found[1].items():
+                self.scalars.put(name, value)
         self.refresh_layout(attempt)
-        if self._last_boundary is not None:
-            self.scalars.put("step_seconds", started - self._last_boundary)
+        self.scalars.put("step_seconds", step_seconds)
         self._last_boundary = started
         self._guard.call("ring", self._push, reading, step, attempt, started, updates)
 
@@ -177,12 +199,15 @@ class Recorder:
         self.scalars.put("overhead_seconds", self._own_seconds + time.perf_counter() - started)
         self._own_seconds = 0.0
         host, device = self.scalars.take()
+        update, self._update = self._update, None
         note = StepNote(
             step=step, attempt=attempt, layout=self.layouts.current, time_unix=time.time(), scalars=host,
             updates_forward=reading.updates_forward if reading is not None else updates,
             updates_backward=reading.updates_backward if reading is not None else updates,
+            zero_is_unseen=reading is not None and reading.zero_is_unseen,
+            num_update_elements=update.num_elements if update is not None else 0,
         )  # fmt: skip
-        self._ring.push(frames.device_values(device, reading), note)
+        self._ring.push(frames.device_values(device, reading, update), note)
 
     def _take_scalars(self) -> None:
         reading = self._clip.take()
@@ -210,13 +235,23 @@ class Recorder:
             self.scalars.put("learning_rate", _one([group.get("lr") for group in self._optimizer.param_groups]))
         self._was_updated = self._is_entered = False
 
+    def _columns_now(self) -> Sequence[TensorColumn]:
+        return self._source.columns() if self._source is not None else ()
+
     def refresh_layout(self, attempt: int) -> bool:
         """Ask the source for its columns; True when there is a new layout to announce."""
         return bool(self._guard.call("layout", self._refresh_layout, attempt))
 
     def _refresh_layout(self, attempt: int) -> bool:
-        columns = self._source.columns() if self._source is not None else ()
-        modules = list(self._source.not_observable()) if self._source is not None else []
+        columns = self._columns_now()
+        missing = self._source.not_observable() if self._source is not None else ()
+        # Sources hand out the same objects as long as nothing has changed: the usual step compares nothing else.
+        state = (columns, missing, len(self._reasons), attempt)
+        is_same = all(now is before or now == before for now, before in zip(state, self._layout_state, strict=True))
+        self._layout_state = state
+        if is_same:
+            return False
+        modules = list(missing)
         unseen = modules + self._static_unseen + [f"{name}: {why}" for name, why in self._reasons.items()]
         return self.layouts.update(columns, unseen, len(modules) + len(self._static_unseen), attempt)
 
@@ -230,6 +265,10 @@ class Recorder:
         if name not in self._reasons:
             self._reasons[name] = reason
             self._note(f"{name} not observed: {reason}")
+
+    def _unseen_quietly(self, name: str, reason: str) -> None:
+        """The same in the layout only: of what is a sample anyway."""
+        self._reasons.setdefault(name, reason)
 
     def poll(self, *, wait: bool = False) -> list[StepFrame]:
         """Frames of the steps whose numbers have arrived; `wait` only where training stands still anyway."""
@@ -250,6 +289,7 @@ class Recorder:
         self._clip.take()
         self._was_updated = self._is_entered = False
         self._norm_is_scaled = False
+        self._update = None
 
     def restart_clock(self) -> None:
         """The time since the last boundary went into saving or restoring: it is no step's."""
@@ -257,6 +297,7 @@ class Recorder:
 
     def detach(self) -> None:
         """Leave no hook behind."""
+        self._guard.call("closer look detach", self.closer.detach)
         if self._source is not None:
             self._guard.call(f"{self._source.name} detach", self._source.detach)
 

@@ -61,6 +61,9 @@ class Silent:
 
     def set_preamble(self, messages: Any) -> None: ...
 
+    def await_agent(self, timeout_seconds: float) -> bool:
+        return True
+
     def close(self, timeout_seconds: float) -> None: ...
 
 

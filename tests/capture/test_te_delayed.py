@@ -97,7 +97,7 @@ def test_amax_and_the_scale_just_used_are_seen_every_step(library: Library) -> N
     assert scale["a:grad_output"] == 57344 / 0.5
     assert dict(zip(names, second.values["amax"].tolist(), strict=True))["a:input"] == 3.0
     # Boundary slots stay 0 forever: not observed, never shown as zeros.
-    assert not dict(zip(names, second.valid["amax"].tolist(), strict=True))["a:output"]
+    assert not dict(zip(names, second.validity("amax").tolist(), strict=True))["a:output"]
     source.detach()
 
 
@@ -119,6 +119,104 @@ def test_history_length_one_still_shows_the_amax(library: Library) -> None:
     reading = source.read()
     assert reading is not None
     assert reading.values["amax"][0] == 2.0
+    source.detach()
+
+
+def test_scale_written_between_steps_is_the_one_shown(library: Library) -> None:
+    """A repair, a restored checkpoint: what the step before left is not what the casts used."""
+    trained = model(library, "a")
+    source = TeDelayedSource(trained, extension=library)
+    scale = trained["a"].fp8_meta["scaling_fwd"].scale
+    for written in (None, 7.0, None, 9.0):
+        source.begin(with_statistics=False)
+        if written is not None:
+            scale[0] = written
+        wanted = scale.tolist()
+        library.micro_batch(True, {"a": [2.0, 3.0, 0.0]})
+        reading = source.read()
+        assert reading is not None
+        assert reading.values["scale"].tolist() == wanted
+    source.detach()
+
+
+def test_last_scale_of_an_accumulated_step_is_shown(library: Library) -> None:
+    trained = model(library, "a")
+    source = TeDelayedSource(trained, extension=library)
+    scale = trained["a"].fp8_meta["scaling_fwd"].scale
+    for _ in range(3):
+        source.begin(with_statistics=False)
+        for amax in (2.0, 4.0, 16.0):
+            wanted = scale.tolist()
+            library.micro_batch(True, {"a": [amax, 1.0, 0.0]})
+        reading = source.read()
+        assert reading is not None
+        assert reading.values["scale"].tolist()[:2] == wanted[:2]
+        assert reading.values["amax"].tolist()[0] == 16.0
+    source.detach()
+
+
+def test_usual_step_puts_everything_together_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = TeDelayedSource(model(library, "a", "b"), extension=library)
+    scales: list[list[float]] = []
+    original, calls = torch.cat, iter(range(99))
+    for step in range(4):
+        source.begin(with_statistics=False)
+        used = [s.fp8_meta[k].scale.clone() for k in ("scaling_fwd", "scaling_bwd") for s in library.registered[True]]
+        vectors = [torch.full((6,), 2.0 + step), torch.full((4,), 0.5)]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "cat", lambda *args, **options: (next(calls), original(*args, **options))[1])
+            for vector, forward in zip(vectors, (True, False), strict=True):
+                states = [m.fp8_meta["scaling_fwd" if forward else "scaling_bwd"] for m in library.registered[forward]]
+                getattr(library, UPDATE)(
+                    vector, [s.amax_history for s in states], [s.scale for s in states], "max", FP8_MAX[forward]
+                )
+            reading = source.read()
+        assert reading is not None
+        assert torch.equal(reading.values["scale"], torch.cat(used))
+        assert torch.equal(reading.values["amax"], torch.cat(vectors))
+        scales.append(reading.values["scale"].tolist())
+    assert scales[1] != scales[2]
+    assert next(calls) == (2 + 1 + 1) + 3  # the first step has nothing from the step before
+    source.detach()
+
+
+def test_what_a_rank_had_before_the_reduction_is_seen(library: Library) -> None:
+    class Manager:
+        @staticmethod
+        def reduce_tensor_across_group_op_max(tensor: torch.Tensor, group: Any) -> None:
+            tensor.fill_(100.0)  # another rank's
+
+    untouched = Manager.__dict__["reduce_tensor_across_group_op_max"]
+    library.manager = Manager
+    trained = model(library, "a")
+    source = TeDelayedSource(trained, extension=library)
+    state = trained["a"].fp8_meta["scaling_fwd"]
+    for own in (2.0, 3.0):
+        source.begin(with_statistics=False)
+        for factor in (1.0, 0.5):
+            vector = torch.full((3,), own * factor)
+            Manager.reduce_tensor_across_group_op_max(vector, None)
+            getattr(library, UPDATE)(vector, [state.amax_history], [state.scale], "max", 448.0)
+        reading = source.read()
+        assert reading is not None
+        assert reading.values["amax"].tolist() == [100.0] * 3
+        assert reading.values["amax_local"].tolist() == [own] * 3
+    source.detach()
+    assert Manager.__dict__["reduce_tensor_across_group_op_max"] is untouched
+
+
+def test_two_recipes_have_a_vector_each(library: Library) -> None:
+    trained = model(library, "a", "b")
+    source = TeDelayedSource(trained, extension=library)
+    for step in range(3):
+        source.begin(with_statistics=False)
+        for label, amax in (("a", 2.0), ("b", 5.0 + step)):
+            state = trained[label].fp8_meta["scaling_fwd"]
+            getattr(library, UPDATE)(torch.full((3,), amax), [state.amax_history], [state.scale], "max", 448.0)
+        reading = source.read()
+        assert reading is not None
+        assert [c.module for c in source.columns()] == ["a"] * 3 + ["b"] * 3
+        assert reading.values["amax"].tolist() == [2.0] * 3 + [5.0 + step] * 3
     source.detach()
 
 

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from standin_te.tensors import (
+    DType,
+    Float8BlockQuantizer,
     Float8BlockwiseQTensorStorage,
     Float8Quantizer,
     Float8TensorStorage,
@@ -45,7 +47,8 @@ def test_block_scaling_gives_the_worst_block(amaxes):
     x = torch.tensor(amaxes).view(2, 2, 1) * torch.tensor([1.0, -0.5, 0.125, 0.0])
     tensor = quantize(x.reshape(2, 8), block=4)
     scales = read_scales(tensor)
-    known = [a for a, s in zip(amaxes, tensor._rowwise_scale_inv.flatten().tolist(), strict=True) if s != 1]
+    inverse = tensor._rowwise_scale_inv[:, :2].t().flatten().tolist()
+    known = [a for a, s in zip(amaxes, inverse, strict=True) if s != 1]
     assert scales.recipe == "block"
     assert float(scales.amax) == pytest.approx(max(known, default=0), rel=1e-6)
     smallest, largest = scale_range(tensor)
@@ -62,6 +65,31 @@ def test_empty_block_does_not_hide_the_others():
     assert float(read_scales(quantize(torch.zeros(1, 8), block=4)).amax) == 0
 
 
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("is_square", [True, False])
+def test_padding_of_block_scales_is_not_read(side, is_square):
+    """Shapes as recorded from the library: a weight [512, 256] and an activation [66, 256]."""
+    rows, columns = (512, 256) if is_square else (66, 256)
+    if side == "columnwise":
+        rows, columns = columns, rows
+    shape = (rows // 128, columns // 128) if is_square else (-(-columns // 128), rows)
+    scales = torch.full((shape[0], -(-shape[1] // 4) * 4), 1e9)
+    scales[:, : shape[1]] = 0.5
+    data = torch.zeros(rows, columns, dtype=torch.uint8)
+    held = {f"_{side}_data": data, f"_{side}_scale_inv": scales}
+    empty = {"_rowwise_data": None, "_rowwise_scale_inv": None}
+    tensor = Float8BlockwiseQTensorStorage(
+        **(empty | held), _is_2D_scaled=is_square, _quantizer=Float8BlockQuantizer()
+    )  # fmt: skip
+    assert float(read_scales(tensor).worst) == 0.5
+    assert [float(scale) for scale in scale_range(tensor)] == [2.0, 2.0]
+
+
+def test_number_of_a_dtype_is_not_taken_for_its_name():
+    assert read_scales(quantize(torch.ones(3), "kFloat8E5M2")).fp8_format == "e5m2"
+    assert str(DType.kFloat8E5M2.value) == "8"
+
+
 def test_columnwise_scales_are_used_where_there_are_no_others():
     tensor = Float8BlockwiseQTensorStorage(None, None, torch.zeros(4, 4), torch.tensor([[0.5, 2.0]]))
     assert float(read_scales(tensor).scale) == 0.5
@@ -70,7 +98,7 @@ def test_columnwise_scales_are_used_where_there_are_no_others():
 @given(st.lists(st.integers(1, 254), min_size=1, max_size=9), st.integers(0, 5))
 def test_mxfp8_scales_are_powers_of_two(exponents, padding):
     raw = torch.tensor([*exponents, *[0] * padding], dtype=torch.uint8)
-    tensor = MXFP8TensorStorage(torch.zeros(1), raw.reshape(1, -1), _fp8_dtype="DType.kFloat8E5M2")
+    tensor = MXFP8TensorStorage(torch.zeros(1), raw.reshape(1, -1), _fp8_dtype=DType.kFloat8E5M2)
     scales = read_scales(tensor)
     worst = torch.exp2(torch.tensor(float(max(exponents) - 127)))
     assert (scales.recipe, scales.fp8_format) == ("mxfp8", "e5m2")

@@ -121,7 +121,7 @@ def test_delayed_scaling_alone_never_pays_for_the_tap() -> None:
             run(model, DelayedScaling(amax_history_len=4), seed)
             assert source.read() is not None
         assert {column.recipe for column in source.columns()} == {"delayed"}
-        assert gemm_tap._patched == []
+        assert not gemm_tap._patches
     finally:
         source.detach()
 

@@ -49,10 +49,24 @@ def read(source: TorchaoSource, run: Any, seed: int, *, statistics: bool = False
     return {name: values.cpu() for name, values in reading.values.items()}
 
 
+def _run_bare(recipe: str) -> None:
+    """CUDA graphs of this torch may not get along with torchao's layers, whoever watches."""
+    run = torch.compile(blocks(recipe), mode="reduce-overhead")
+    try:
+        for seed in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            train(run, seed)
+    except RuntimeError as error:
+        pytest.skip(f"does not run unwatched either: {str(error)[:100]}")
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_layers_show_what_eager_ones_do(recipe: str, mode: str) -> None:
     torch.compiler.reset()
+    if mode == "reduce-overhead":
+        _run_bare(recipe)
     torch._dynamo.utils.counters.clear()
     plain, model = blocks(recipe), blocks(recipe)
     eager, source = TorchaoSource(plain), TorchaoSource(model)

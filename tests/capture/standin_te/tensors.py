@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 import torch
+
+
+class DType(enum.IntEnum):
+    """Numbers, names and the `str` of TE 2.20's: a number."""
+
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+
 
 MAX = {"kFloat8E4M3": 448.0, "kFloat8E5M2": 57344.0}
 DTYPE = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
@@ -18,11 +27,16 @@ class Float8Quantizer:
     """Delayed scaling's."""
 
 
+@dataclass
+class Float8BlockQuantizer:
+    block_len: int = 128
+
+
 @dataclass(eq=False)
 class Float8TensorStorage:
     _data: torch.Tensor
     _scale_inv: torch.Tensor
-    _fp8_dtype: str = "DType.kFloat8E4M3"
+    _fp8_dtype: DType = DType.kFloat8E4M3
     _quantizer: object = field(default_factory=Float8CurrentScalingQuantizer)
 
 
@@ -32,8 +46,9 @@ class Float8BlockwiseQTensorStorage:
     _rowwise_scale_inv: torch.Tensor | None
     _columnwise_data: torch.Tensor | None = None
     _columnwise_scale_inv: torch.Tensor | None = None
-    _fp8_dtype: str = "DType.kFloat8E4M3"
+    _fp8_dtype: DType = DType.kFloat8E4M3
     _quantizer: object = None
+    _is_2D_scaled: bool = False
 
 
 @dataclass(eq=False)
@@ -59,17 +74,21 @@ def scale_of(amax: torch.Tensor, fp8_max: float) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, fmt: str = "kFloat8E4M3", block: int | None = None) -> object:
-    """Current scaling, or with `block` one scale a `block` neighbours of a row."""
+    """Current scaling, or with `block` one scale a `block` neighbours of a row, in TE's layout: [blocks, rows], padded
+    to a multiple of 4 with what happens to lie there."""
     fp8_max = MAX[fmt]
     if block is None:
         amax = torch.nan_to_num(x.abs(), nan=0.0, posinf=torch.inf).max()
         scale = scale_of(amax, fp8_max)
         data = (x * scale).clamp(-fp8_max, fp8_max).to(DTYPE[fmt])
-        return Float8TensorStorage(data, scale.reciprocal().reshape(1), f"DType.{fmt}")
+        return Float8TensorStorage(data, scale.reciprocal().reshape(1), DType[fmt])
     rows = x.reshape(x.shape[0], -1, block)
     scale = scale_of(rows.abs().amax(-1), fp8_max)
     data = (rows * scale.unsqueeze(-1)).clamp(-fp8_max, fp8_max).to(DTYPE[fmt]).view(x.shape)
-    return Float8BlockwiseQTensorStorage(data, scale.reciprocal(), _fp8_dtype=f"DType.{fmt}")
+    inverse = torch.nn.functional.pad(scale.reciprocal().t(), (0, -len(x) % 4), value=1e9).contiguous()
+    return Float8BlockwiseQTensorStorage(
+        data, inverse, _fp8_dtype=DType[fmt], _quantizer=Float8BlockQuantizer(block)
+    )  # fmt: skip
 
 
 def dequantize(x: object) -> torch.Tensor:
@@ -78,5 +97,5 @@ def dequantize(x: object) -> torch.Tensor:
     if isinstance(x, Float8TensorStorage):
         return x._data.float() * x._scale_inv
     rows = x._rowwise_data.float()
-    blocks = rows.view(rows.shape[0], x._rowwise_scale_inv.shape[1], -1)
-    return (blocks * x._rowwise_scale_inv.unsqueeze(-1)).view(rows.shape)
+    inverse = x._rowwise_scale_inv[:, : len(rows)].t()
+    return (rows.view(len(rows), inverse.shape[1], -1) * inverse.unsqueeze(-1)).view(rows.shape)

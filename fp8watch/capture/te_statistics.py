@@ -1,0 +1,233 @@
+"""Element counts of Transformer Engine's casts on sampled steps: underflow, saturation, non-finite, MSE, SNR.
+
+A cast is matched to its column by its quantizer: with delayed scaling by the address of the scale it uses (a view of
+the module's vector), else by the identity of the quantizer in the module's list. What is counted is what was made: the
+FP8 bytes against the source and the scale of that very cast. Formats with a scale a block (block scaling, MXFP8, NVFP4)
+are not counted: their columns stay "not observed".
+
+On a GPU one launch a cast; elsewhere, and where Triton is missing, torch counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from fp8watch.capture.cost_meter import CostMeter
+from fp8watch.capture.governor import Kind
+from fp8watch.capture.ring import is_capturing
+from fp8watch.capture.source import Reading
+from fp8watch.capture.statistics.count import count_made
+from fp8watch.capture.te_cast_tap import CastTap
+from fp8watch.capture.te_slots import slot_names
+from fp8watch.capture.te_states import delayed_states, element_names, metas, quantizers_of
+from fp8watch.capture.te_tensors import format_name
+from fp8watch.capture.what_if import WhatIfLog
+from fp8watch.formats import FORMATS, Fp8Format
+from fp8watch.records import TensorColumn
+
+Key = tuple[str, str]
+"""Qualified module name and tensor: a column."""
+NUM_COUNTS, NUM_SUMS = 4, 2
+
+
+class TeStatistics:
+    """Buffers grow with the columns that are met; a sampled step zeroes them."""
+
+    def __init__(self, model: torch.nn.Module, *, extension: Any | None = None) -> None:
+        self._model = model
+        self._tap = CastTap(extension, self._on_cast, self._wants)
+        self._kernel: Any = _kernel()
+        self._by_scale: dict[int, Key] = {}
+        self._by_quantizer: dict[int, tuple[Any, Key]] = {}
+        self._has_looked = False
+        self._rows: dict[Key, int] = {}
+        self._sizes: list[int] = []
+        """Elements of each row counted in this step."""
+        self._in_forward: set[int] = set()
+        self._counts: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
+        self.meters: Mapping[Kind, CostMeter] | None = None
+        self._is_sampled = False
+        self._what_if: WhatIfLog | None = None
+        self._looked_at: frozenset[str] | None = frozenset()
+        """Modules whose casts are compared with other recipes in this step; None: all."""
+
+    def look_closer(self, modules: Sequence[str] | None) -> bool:
+        """See `fp8watch.capture.closer.LooksCloser`: asked for after `begin`, in a step that is sampled."""
+        self._looked_at = None if modules is None else frozenset(modules)
+        return self._is_sampled
+
+    def begin(self, *, is_sampled: bool) -> None:
+        """A new step."""
+        self._looked_at = frozenset()
+        if self._what_if is not None:
+            self._what_if.begin(None)
+        self._is_sampled = is_sampled and not self._tap.num_failures
+        if not self._is_sampled:
+            self._tap.leave()
+            return
+        self._has_looked = False
+        self._sizes = [0] * len(self._rows)
+        self._in_forward.clear()
+        for buffer in (self._counts, self._sums):
+            if buffer is not None:
+                buffer.zero_()
+        self._tap.listen()
+
+    def detach(self) -> None:
+        """Leave the tap."""
+        self._tap.leave()
+
+    def add_to(self, reading: Reading | None, columns: Sequence[TensorColumn]) -> Reading | None:
+        """The step's reading with its counts; unchanged on a step that is not sampled."""
+        if not self._is_sampled:
+            return reading
+        self._tap.leave()
+        if reading is None or self._counts is None or self._sums is None or not any(self._sizes):
+            return reading
+        with torch.no_grad():
+            return self._with_counts(reading, columns, self._counts, self._sums)
+
+    def _with_counts(
+        self, reading: Reading, columns: Sequence[TensorColumn], counts: torch.Tensor, sums: torch.Tensor
+    ) -> Reading:
+        device = counts.device
+        rows = [self._rows.get((column.module, column.tensor), -1) for column in columns]
+        sizes = [self._sizes[row] if row >= 0 else 0 for row in rows]
+        facts = torch.tensor([[max(row, 0) for row in rows], sizes], dtype=torch.int64)
+        if device.type == "cuda":
+            facts = facts.pin_memory().to(device, non_blocking=True)
+        index, quantized = facts
+        was_seen = quantized > 0
+        saturated, before, after, nonfinite = counts.sum(1, dtype=torch.int64)[index].unbind(1)
+        error, square = sums.sum(1)[index].unbind(1)
+        values = {
+            "quantized": quantized, "saturated": saturated, "underflowed": before - after, "nonfinite": nonfinite,
+            "mse": error / quantized.clamp(min=1), "snr": 10.0 * torch.log10(square / error),
+        }  # fmt: skip
+        valid = dict.fromkeys(values, was_seen)
+        if self._what_if is not None and (closer := self._what_if.columns()) is not None:
+            values |= {name: held[index.clamp(max=len(held) - 1)] for name, held in closer[0].items()}
+            looked_at = closer[1][index.clamp(max=len(closer[1]) - 1)] & (index < len(closer[1])) & was_seen
+            valid |= dict.fromkeys(closer[0], looked_at)
+        return Reading(
+            values=reading.values | values,
+            valid=reading.valid | valid,
+            zero_is_unseen=reading.zero_is_unseen,
+            updates_forward=reading.updates_forward,
+            updates_backward=reading.updates_backward,
+        )
+
+    # --- tap --------------------------------------------------------------------------------------
+
+    def _wants(self, quantizer: Any) -> bool:
+        return self._key_of(quantizer) is not None and not is_capturing() and self._is_in_training()
+
+    def _on_cast(self, source: torch.Tensor, quantizer: Any, made: Any) -> None:
+        """One cast, on the thread and stream that made it."""
+        codes, inverse = getattr(made, "_data", None), getattr(made, "_scale_inv", None)
+        if not isinstance(codes, torch.Tensor) or not isinstance(inverse, torch.Tensor) or inverse.numel() != 1:
+            return  # a scale a block, or only the transposed bytes
+        key = self._key_of(quantizer)
+        if key is None or is_capturing() or not self._is_in_training():
+            return
+        row = self._row(key, source.device)
+        if key[1] in ("input", "weight", "output"):
+            if torch._C._current_graph_task_id() == -1:
+                self._in_forward.add(row)
+            elif row in self._in_forward:
+                return  # computed again in the backward pass
+        fmt = FORMATS[format_name(getattr(made, "_fp8_dtype", None))]
+        meter = nullcontext() if self.meters is None else self.meters["statistics"].piece()
+        with meter:
+            self._count(row, source.detach(), codes.detach(), inverse, fmt)
+        self._sizes[row] += source.numel()
+        if self._looked_at is None or key[0] in self._looked_at:
+            with nullcontext() if self.meters is None else self.meters["what_if"].piece():
+                if self._what_if is None:
+                    self._what_if = WhatIfLog(0, source.device)
+                    self._what_if.begin(None)
+                scale = inverse.reciprocal().reshape(())
+                self._what_if.offer(row, values=source, scale=scale, fmt=fmt, amax=None)
+
+    def _is_in_training(self) -> bool:
+        """Evaluation is no step's business. The mode of gradients says nothing: autograd's functions run without."""
+        return self._model.training or torch._C._current_graph_task_id() != -1
+
+    def _count(
+        self, row: int, values: torch.Tensor, codes: torch.Tensor, inverse: torch.Tensor, fmt: Fp8Format
+    ) -> None:
+        assert self._counts is not None
+        assert self._sums is not None
+        counts, sums = self._counts[row], self._sums[row]
+        codes = codes.view(torch.uint8)
+        if self._kernel is not None and self._kernel.fits(values, codes, fmt):
+            self._kernel.add(values, codes, inverse, is_inverse=True, fmt=fmt, counts=counts, sums=sums)
+            return
+        found = count_made(values.reshape(-1), inverse.reciprocal().reshape(()), fmt, codes.reshape(-1))
+        before = torch.count_nonzero(values)
+        counts[0] += torch.stack([found.saturated, before, before - found.underflowed, found.nonfinite])
+        sums[0] += torch.stack([found.squared_error, found.squared_values])
+
+    def _key_of(self, quantizer: Any) -> Key | None:
+        found = self._find(quantizer)
+        if found is None and not self._has_looked:
+            self._has_looked = True  # once a step: other models cast too
+            self._look()
+            found = self._find(quantizer)
+        return found
+
+    def _find(self, quantizer: Any) -> Key | None:
+        scale = getattr(quantizer, "scale", None)
+        if isinstance(scale, torch.Tensor) and scale.numel() == 1:
+            return self._by_scale.get(scale.data_ptr())
+        known = self._by_quantizer.get(id(quantizer))
+        return known[1] if known is not None and known[0] is quantizer else None
+
+    def _look(self) -> None:
+        """Which quantizers the model's modules have now; a change of the recipe makes them anew."""
+        self._by_scale.clear()
+        self._by_quantizer.clear()
+        for name, module, key, forward, state in delayed_states(self._model):
+            start, size = state.scale.data_ptr(), state.scale.element_size()
+            for i, slot in enumerate(element_names(module, name, key, state, forward=forward)):
+                if slot is not None:
+                    self._by_scale[start + i * size] = slot
+        for name, module in self._model.named_modules():
+            for key, forward, _ in metas(module):
+                quantizers = quantizers_of(module, key)
+                for quantizer, slot in zip(
+                    quantizers, slot_names(module, name, forward=forward, num_slots=len(quantizers)), strict=True
+                ):
+                    if slot is not None:
+                        self._by_quantizer[id(quantizer)] = (quantizer, slot)
+
+    def _row(self, key: Key, device: torch.device) -> int:
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = len(self._rows)
+            self._sizes.append(0)
+        if self._counts is None or row >= len(self._counts):
+            room = max(64, 2 * len(self._rows)) if self._counts is None else 2 * len(self._rows)
+            programs = 1 if self._kernel is None or device.type != "cuda" else self._kernel.PROGRAMS
+            # A program's share of a step's elements fits into 32 bits, all of them may not.
+            dtype = torch.int64 if programs == 1 else torch.int32
+            counts = torch.zeros(room, programs, NUM_COUNTS, dtype=dtype, device=device)
+            sums = torch.zeros(room, programs, NUM_SUMS, device=device)
+            if self._counts is not None and self._sums is not None:
+                counts[: len(self._counts)], sums[: len(self._sums)] = self._counts, self._sums
+            self._counts, self._sums = counts, sums
+        return row
+
+
+def _kernel() -> Any:
+    """The Triton module, or None."""
+    try:
+        from fp8watch.capture import te_cast_kernel
+    except ImportError:
+        return None
+    return te_cast_kernel

@@ -1,0 +1,209 @@
+"""Counts of Transformer Engine's casts, on a double of its extension."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from standin_te.tensors import DTYPE, MAX, DType, Float8TensorStorage
+from torch.nn import functional as F
+
+from fp8watch.capture.source import Reading
+from fp8watch.capture.te_statistics import TeStatistics
+from fp8watch.records import TensorColumn
+
+
+class Float8Quantizer:
+    def __init__(self, scale: torch.Tensor, fmt: str) -> None:
+        self.scale, self.fmt = scale, fmt
+
+
+def cast(values: torch.Tensor, quantizer: Any) -> Any:
+    if quantizer is None:
+        return values
+    made = (values * quantizer.scale).clamp(-MAX[quantizer.fmt], MAX[quantizer.fmt]).to(DTYPE[quantizer.fmt])
+    inverse = quantizer.scale.reciprocal().reshape(1).clone()
+    return Float8TensorStorage(made.view(torch.uint8), inverse, DType[quantizer.fmt], quantizer)
+
+
+class Extension:
+    """The functions that cast, with the signatures of TE 2.20's `csrc/extensions/pybind.cpp`."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def quantize(self, tensor, quantizer, output=None, noop=None):
+        made = cast(tensor, quantizer)
+        if output is None:
+            return made
+        output._data, output._scale_inv = made._data, made._scale_inv
+        return None
+
+    def bgrad_quantize(self, grad, quantizer):
+        return grad.sum(0), cast(grad, quantizer)
+
+    def layernorm_fwd(self, x, weight, bias, eps, ln_out, quantizer, otype, margin, zero_centered):
+        self.calls += 1
+        return cast(F.layer_norm(x, x.shape[-1:], weight, bias, eps), quantizer), None, None
+
+    def gelu(self, x, quantizer):
+        self.calls += 1
+        return cast(F.gelu(x), quantizer)
+
+    def dgelu(self, grad, x, quantizer):
+        return cast(grad * x, quantizer)
+
+    def dbias_dgelu(self, grad, x, quantizer):
+        return grad.sum(0), cast(grad * x, quantizer)
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+        states = {
+            "scaling_fwd": SimpleNamespace(scale=torch.full((3,), scale), amax_history=torch.zeros(1, 3)),
+            "scaling_bwd": SimpleNamespace(scale=torch.full((2,), scale), amax_history=torch.zeros(1, 2)),
+        }
+        self.fp8_meta = {"recipe": SimpleNamespace(margin=0), **states}
+        formats = {"scaling_fwd": "kFloat8E4M3", "scaling_bwd": "kFloat8E5M2"}
+        self.quantizers = {
+            key: [Float8Quantizer(one, formats[key]) for one in state.scale] for key, state in states.items()
+        }
+
+
+@pytest.fixture
+def parts():
+    model, extension = torch.nn.ModuleDict({"a": Linear(4.0), "b": Linear(0.01)}), Extension()
+    statistics = TeStatistics(model, extension=extension)
+    yield model, extension, statistics
+    statistics.detach()
+
+
+COLUMNS = [
+    TensorColumn(module=m, tensor=t, block="0", fp8_format="e4m3")
+    for m in ("a", "b") for t in ("input", "weight", "output", "grad_output")
+]  # fmt: skip
+
+
+def counts(statistics: TeStatistics) -> dict[str, dict[str, float]]:
+    reading = statistics.add_to(Reading(values={"amax": torch.ones(len(COLUMNS))}), COLUMNS)
+    names = [name for name in reading.values if name != "amax"]
+    return {
+        column.name: {name: reading.values[name][i].item() for name in names}
+        for i, column in enumerate(COLUMNS)
+        if "quantized" in reading.valid and reading.valid["quantized"][i]
+    }
+
+
+def test_a_cast_is_counted_with_its_own_scale(parts):  # case: NUM-15
+    model, extension, statistics = parts
+    statistics.begin(is_sampled=True)
+    values = torch.tensor([[0.0, 1.0, 1e-6, 1000.0, float("nan"), -200.0, float("inf"), 2.0]])
+    extension.quantize(values, model["a"].quantizers["scaling_fwd"][0])
+    found = counts(statistics)
+    assert list(found) == ["a:input"]
+    assert found["a:input"]["quantized"] == 8
+    assert found["a:input"]["saturated"] == 3  # 4000, -800 and infinity
+    assert found["a:input"]["underflowed"] == 1
+    assert found["a:input"]["nonfinite"] == 2
+
+
+def test_fused_functions_are_called_again_for_their_source(parts):
+    model, extension, statistics = parts
+    statistics.begin(is_sampled=True)
+    quantizer = model["b"].quantizers["scaling_fwd"][0]
+    x, weight, bias = torch.randn(4, 8), torch.ones(8), torch.zeros(8)
+    made = extension.layernorm_fwd(x, weight, bias, 1e-5, None, quantizer, None, 0, False)[0]
+    source = F.layer_norm(x, (8,), weight, bias)
+    found = counts(statistics)["b:input"]
+    assert found["underflowed"] == (source != 0).sum() - (made._data.view(torch.float8_e4m3fn).float() != 0).sum()
+    assert found["underflowed"] > 0
+    assert extension.calls == 2
+    error = (made._data.view(torch.float8_e4m3fn).float() * made._scale_inv - source).square().mean()
+    assert found["mse"] == pytest.approx(error.item(), rel=1e-5)
+
+
+def test_backward_casts_and_written_buffers(parts):
+    model, extension, statistics = parts
+    statistics.begin(is_sampled=True)
+    gradient = model["a"].quantizers["scaling_bwd"][0]
+    _, made = extension.dbias_dgelu(torch.ones(2, 8), torch.full((2, 8), 3.0), gradient)
+    assert made._fp8_dtype is DType.kFloat8E5M2
+    buffer = Float8TensorStorage(torch.zeros(8, 8, dtype=torch.uint8), torch.ones(1))
+    extension.quantize(model["a"].weight, model["a"].quantizers["scaling_fwd"][1], buffer, None)
+    found = counts(statistics)
+    assert found["a:grad_output"] == pytest.approx(
+        {"quantized": 16, "saturated": 0, "underflowed": 0, "nonfinite": 0, "mse": 0.0, "snr": float("inf")}
+    )
+    assert found["a:weight"]["quantized"] == 64
+
+
+def test_micro_batches_add_up_and_steps_do_not(parts):
+    model, extension, statistics = parts
+    quantizer = model["a"].quantizers["scaling_fwd"][0]
+    for _ in range(2):
+        statistics.begin(is_sampled=True)
+        for _ in range(3):
+            extension.quantize(torch.full((2, 4), 1e-6), quantizer)
+        assert counts(statistics)["a:input"]["underflowed"] == 24
+
+
+def test_a_step_that_is_not_sampled_pays_nothing(parts):
+    model, extension, statistics = parts
+    bare = extension.quantize
+    statistics.begin(is_sampled=True)
+    assert extension.quantize != bare
+    statistics.begin(is_sampled=False)
+    assert extension.quantize == bare
+    extension.quantize(torch.ones(2), model["a"].quantizers["scaling_fwd"][0])
+    assert counts(statistics) == {}
+
+
+def test_evaluation_and_other_models_are_left_out(parts):  # case: NUM-28
+    model, extension, statistics = parts
+    statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2), Float8Quantizer(torch.tensor(1.0), "kFloat8E4M3"))
+    model.eval()
+    extension.gelu(torch.ones(2), model["a"].quantizers["scaling_fwd"][0])
+    assert extension.calls == 1
+    assert counts(statistics) == {}
+
+
+def test_quantizers_made_anew_are_found(parts):
+    model, extension, statistics = parts
+    statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2), model["a"].quantizers["scaling_fwd"][0])
+    model["a"].quantizers["scaling_fwd"] = [SimpleNamespace(fmt="kFloat8E4M3")] * 3  # current scaling keeps no scale
+    fresh = SimpleNamespace(scale=None, fmt="kFloat8E4M3")
+    model["a"].quantizers["scaling_fwd"] = [fresh, SimpleNamespace(), SimpleNamespace()]
+    statistics.begin(is_sampled=True)
+    made = Float8TensorStorage(torch.zeros(2, dtype=torch.uint8), torch.ones(1))
+    statistics._on_cast(torch.ones(2), fresh, made)
+    assert counts(statistics)["a:input"]["underflowed"] == 2
+
+
+def test_a_look_that_fails_ends_the_tap_and_training_goes_on(parts, monkeypatch):  # case: NUM-18
+    model, extension, statistics = parts
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(statistics, "_count", broken)
+    bare = extension.quantize
+    statistics.begin(is_sampled=True)
+    for _ in range(2):
+        assert extension.quantize(torch.ones(2), model["a"].quantizers["scaling_fwd"][0])._data.numel() == 2
+    assert statistics._tap.num_failures == 1
+    statistics.begin(is_sampled=True)
+    assert extension.quantize == bare
+
+
+def test_block_scales_are_not_counted(parts):
+    model, _, statistics = parts
+    statistics.begin(is_sampled=True)
+    made = Float8TensorStorage(torch.zeros(4, dtype=torch.uint8), torch.ones(2))
+    statistics._on_cast(torch.ones(4), model["a"].quantizers["scaling_fwd"][0], made)
+    assert counts(statistics) == {}

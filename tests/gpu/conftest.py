@@ -1,0 +1,26 @@
+"""On a GPU: warnings of libraries that say nothing about us are no errors, and no test leaves a mode behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+QUIET = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Torch and Transformer Engine warn of themselves while they are imported, compiled and captured."""
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        for text in QUIET:
+            item.add_marker(pytest.mark.filterwarnings(text))
+
+
+@pytest.fixture(autouse=True)
+def _asynchronous() -> Iterator[None]:
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
