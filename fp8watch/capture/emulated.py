@@ -6,17 +6,22 @@ nothing is turned into a Python number.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from fp8watch.capture.blocks import block_of
+from fp8watch.capture.cost_meter import CostMeter
+from fp8watch.capture.governor import Kind
 from fp8watch.capture.source import Reading
+from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.emulation.linear import Fp8Linear
 from fp8watch.emulation.statistics import CastStatistics
-from fp8watch.emulation.taps import add_tap, remove_tap
+from fp8watch.emulation.taps import add_tap, add_value_tap, remove_tap, remove_value_tap
+from fp8watch.formats import Fp8Format
 from fp8watch.records import TensorColumn
 
 _log = logging.getLogger(__name__)
@@ -24,6 +29,8 @@ _log = logging.getLogger(__name__)
 TENSORS: tuple[Literal["input", "weight", "grad_output"], ...] = ("input", "weight", "grad_output")
 """Columns of a module, in order; output and grad_input are not quantized."""
 _COUNTS = ("quantized", "saturated", "underflowed", "nonfinite")
+PATIENCE_STEPS = 3
+"""Steps in which a layer may be silent before it is named as not observed."""
 
 
 def _named_fp8(model: torch.nn.Module) -> dict[str, Fp8Linear]:
@@ -39,6 +46,11 @@ class EmulatedSource:
         self._model = model
         self._modules = _named_fp8(model)
         self._position = {module: i for i, module in enumerate(self._modules.values())}
+        self._order = list(self._position)
+        self._ever_run: set[Fp8Linear] = set()
+        self._idle: set[Fp8Linear] = set()
+        """Layers that have not run, once there was time for it."""
+        self._num_reads = 0
         num = len(TENSORS) * len(self._modules)
         device = next((m.scaling_forward.scale.device for m in self._position), torch.device("cpu"))
         self._amax = torch.zeros(num, device=device)
@@ -50,11 +62,15 @@ class EmulatedSource:
         self._is_high_precision = [False] * num
         self._updates = {True: [0] * len(self._modules), False: [0] * len(self._modules)}
         self._is_counting = False
+        self._what_if = WhatIfLog(num, device)
+        self.meters: Mapping[Kind, CostMeter] | None = None
+        """Times what-if work; element counts are part of the emulated cast itself."""
         self._routes: dict[tuple[bool, tuple[int, ...]], tuple[list[int], torch.Tensor, torch.Tensor]] = {}
         add_tap(self)
 
     def columns(self) -> Sequence[TensorColumn]:
-        """Three a module: input, weight, grad_output; recipe values are the live ones."""
+        """Three a module: input, weight, grad_output; recipe values are the live ones. Layers that have not run in
+        the first steps have none until they run: they are named instead."""
         return [
             TensorColumn(
                 module=name,
@@ -67,28 +83,49 @@ class EmulatedSource:
                 source="tapped",
             )
             for name, module in self._modules.items()
+            if module not in self._idle
             for tensor in TENSORS
         ]
 
     def not_observable(self) -> Sequence[str]:
-        """Layers that left the model, or came into it, after attach."""
+        """Layers that have not run, and those that left the model, or came into it, after attach."""
         now = _named_fp8(self._model)
         gone = [f"{name}: no longer in the model" for name, mod in self._modules.items() if now.get(name) is not mod]
         new = [f"{name}: converted after attach" for name, mod in now.items() if mod not in self._position]
-        return gone + new
+        idle = [f"{name}: has not run in training since attach" for name, m in self._modules.items() if m in self._idle]
+        return gone + new + idle
 
     def begin(self, *, with_statistics: bool) -> None:
         """A new optimizer step."""
         self._is_counting = with_statistics
         for values in (self._amax, self._amax_last, self._counts, self._squares):
             values.zero_()
+        remove_value_tap(self)
+        self._what_if.begin(frozenset())
         self._has_run = [False] * len(self._has_run)
         self._updates = {direction: [0] * len(self._modules) for direction in (True, False)}
+
+    def look_closer(self, modules: Sequence[str] | None) -> bool:
+        """See `fp8watch.capture.closer.LooksCloser`."""
+        names = set(self._modules if modules is None else modules)
+        self._what_if.begin(
+            frozenset(
+                position * len(TENSORS) + tensor
+                for position, name in enumerate(self._modules)
+                for tensor in range(len(TENSORS))
+                if name in names
+            )
+        )
+        add_value_tap(self)
+        return True
 
     def read(self) -> Reading | None:
         """This step's numbers. amax and scale of a layer in BF16: measured, and no scale was used."""
         if not any(self._has_run):
             return None
+        self._num_reads += 1
+        if self._num_reads >= PATIENCE_STEPS:
+            self._idle = {module for module in self._position if module not in self._ever_run}
         device = self._amax.device
         has_run = torch.tensor(self._has_run, device=device)
         high_precision = torch.tensor(self._is_high_precision, device=device)
@@ -107,6 +144,16 @@ class EmulatedSource:
             values["snr"] = 10.0 * torch.log10(signal / error)
             counted = was_cast & (self._counts[0] > 0)
             valid.update(dict.fromkeys((*_COUNTS, "mse", "snr"), counted))
+        if (closer := self._what_if.columns()) is not None:
+            values.update(closer[0])
+            valid.update(dict.fromkeys(closer[0], closer[1] & was_cast))
+        if self._idle:
+            shown = [
+                column for column in range(len(self._has_run)) if self._order[column // len(TENSORS)] not in self._idle
+            ]
+            index = torch.tensor(shown, dtype=torch.int64, device=device)
+            values = {name: tensor[index] for name, tensor in values.items()}
+            valid = {name: tensor[index] for name, tensor in valid.items()}
         return Reading(
             values=values,
             valid=valid,
@@ -117,6 +164,7 @@ class EmulatedSource:
     def detach(self) -> None:
         """Stop listening."""
         remove_tap(self)
+        remove_value_tap(self)
 
     def wants_statistics(self, module: Fp8Linear) -> bool:
         """Tap: whether this step is sampled."""
@@ -131,12 +179,28 @@ class EmulatedSource:
             return
         column = position * len(TENSORS) + tensor
         self._has_run[column] = True
+        self._ever_run.add(module)
         self._is_high_precision[column] = high_precision
         if statistics is not None and self._is_counting:
             counts = torch.stack([getattr(statistics, name) for name in _COUNTS])
             squares = torch.stack([statistics.squared_error, statistics.squared_values])
             self._counts[:, column].add_(counts.to(self._counts.device))
             self._squares[:, column].add_(squares.to(self._squares.device))
+
+    def on_values(
+        self, module: Fp8Linear, tensor: int, *, values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format,
+        amax: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Value tap: what the candidates would make of this cast."""
+        position = self._position.get(module)
+        if position is None or not self._what_if.wants(position * len(TENSORS) + tensor):
+            return
+        try:
+            with contextlib.nullcontext() if self.meters is None else self.meters["what_if"].piece():
+                self._what_if.offer(position * len(TENSORS) + tensor, values=values, scale=scale, fmt=fmt, amax=amax)
+        except Exception:
+            _log.warning("fp8watch: what-if figures failed and are left out of this step", exc_info=True)
+            self._what_if.begin(frozenset())
 
     def on_update(
         self, modules: Sequence[Fp8Linear], *, is_forward: bool, amax: torch.Tensor, scale: torch.Tensor

@@ -11,6 +11,7 @@ Only layers that have notes when they are first traced are seen: attach before t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,6 +80,10 @@ def forget_precision(module: torch.nn.Module) -> None:
         notes[PRECISION].fill_(NOT_RUN)
 
 
+_watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Layers whose notes were put on by us: a deep copy or a loaded pickle brings notes along that nobody reads."""
+
+
 class CompiledNotes:
     """The notes of one source's layers: put on them, cleared a step, gathered, taken off."""
 
@@ -88,13 +93,15 @@ class CompiledNotes:
         self._num = len(modules)
         for i, module in enumerate(modules):
             device = next(module.parameters()).device
-            # A layer that has notes already is watched by somebody else.
-            if getattr(module, ATTRIBUTE, None) is None and device.type != "meta":
+            # A layer that has notes already is watched by somebody else, unless it is a copy of one that is.
+            is_watched = module in _watched and getattr(module, ATTRIBUTE, None) is not None
+            if not is_watched and device.type != "meta":
                 notes = [torch.full((), NOT_RUN, device=device) for _ in range(len(ROLES) + 1)]
                 for note in notes:
                     # As for parameters: CUDA graphs refuse a graph that writes to an input which may move.
                     torch._dynamo.mark_static_address(note, guard=False)
                 setattr(module, ATTRIBUTE, notes)
+                _watched.add(module)
                 self._held[i] = (module, notes)
         self._amax = [note for _, notes in self._held.values() for note in notes[:PRECISION]]
 
@@ -122,5 +129,6 @@ class CompiledNotes:
         for module, notes in self._held.values():
             if getattr(module, ATTRIBUTE, None) is notes:
                 delattr(module, ATTRIBUTE)
+                _watched.discard(module)
         self._held.clear()
         self._amax.clear()

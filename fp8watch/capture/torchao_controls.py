@@ -11,13 +11,14 @@ torchao computes each scale from the tensor at hand and keeps none: there is not
 
 from __future__ import annotations
 
-import types
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from fp8watch.capture.copied_hooks import StaysHere
 from fp8watch.capture.torchao_compiled import forget_precision, noted_forward, noted_precision
 from fp8watch.capture.torchao_scales import is_float8_linear
 from fp8watch.capture.torchao_taps import taps
@@ -58,10 +59,11 @@ class TorchaoControls:
             if (hook := self._first_runs.pop(name, None)) is not None:
                 hook.remove()
             if high_precision:
-                layer.forward = types.MethodType(_bf16_forward, layer)
+                # Not a bound method: pickle would look for one of that name in the class.
+                layer.forward = functools.partial(_bf16_forward, layer)
             else:
                 del layer.forward
-                self._first_runs[name] = layer.register_forward_hook(self._note_first_run(name))
+                self._first_runs[name] = layer.register_forward_hook(StaysHere(self._note_first_run(name)))
 
     def ran_high_precision(self, modules: Sequence[str]) -> list[bool | None]:
         """What each layer's last forward did; None: unknown, as there was none since the switch."""

@@ -11,19 +11,24 @@ has no column and is named; it is never shown as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from fp8watch.capture.blocks import block_of
 from fp8watch.capture.cast_log import CastLog
+from fp8watch.capture.cost_meter import CostMeter
+from fp8watch.capture.governor import Kind
 from fp8watch.capture.host_flags import HostFlags
 from fp8watch.capture.source import Reading
 from fp8watch.capture.statistics import COUNTS, TensorStatistics, count
+from fp8watch.capture.statistics.count import format_of
 from fp8watch.capture.torchao_compiled import CompiledNotes
 from fp8watch.capture.torchao_scales import CastRecipe, ScaleRule, cast_recipe, is_float8_linear
 from fp8watch.capture.torchao_taps import Phase, taps
+from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.emulation.cast import measure_amax
 from fp8watch.records import TensorColumn
 
@@ -57,6 +62,9 @@ class TorchaoSource:
         self._counts = torch.zeros(len(COUNTS), num, dtype=torch.int64, device=self._device)
         self._squares = torch.zeros(2, num, device=self._device)
         self._is_counting = False
+        self.meters: Mapping[Kind, CostMeter] | None = None
+        """Times the sampling work; see `fp8watch.capture.closer`."""
+        self._what_if = WhatIfLog(num, self._device)
         self._is_high_precision = [False] * num
         self._calls: dict[Phase, list[int]] = {}
         self._gradients = [0] * len(self._modules)
@@ -115,6 +123,7 @@ class TorchaoSource:
     def begin(self, *, with_statistics: bool) -> None:
         """A new optimizer step."""
         self._is_counting = with_statistics
+        self._what_if.begin(frozenset())
         self._log.clear()
         if with_statistics:
             self._counts.zero_()
@@ -124,6 +133,13 @@ class TorchaoSource:
         self._gradients = [0] * len(self._modules)
         if self._may_be_compiled():
             self._notes.clear()
+
+    def look_closer(self, modules: Sequence[str] | None) -> bool:
+        """See `fp8watch.capture.closer.LooksCloser`. Compiled layers run no Python: only eager ones are looked at."""
+        names = set(self._names.values() if modules is None else modules)
+        chosen = [i for i, module in enumerate(self._modules) if self._names[module] in names]
+        self._what_if.begin(frozenset(i * len(TENSORS) + k for i in chosen for k in range(len(TENSORS))))
+        return bool(self._seen) or not self._was_compiled
 
     def read(self) -> Reading | None:
         """This step's numbers; None when no layer ran, or only compiled ones that are not known yet."""
@@ -160,6 +176,9 @@ class TorchaoSource:
             values |= dict(zip(COUNTS, self._counts, strict=True))
             values |= {"mse": error / self._counts[0].clamp(min=1), "snr": 10.0 * torch.log10(signal / error)}
             valid |= dict.fromkeys((*COUNTS, "mse", "snr"), self._counts[0] > 0)
+        if (closer := self._what_if.columns()) is not None:
+            values |= closer[0]
+            valid |= dict.fromkeys(closer[0], closer[1] & was_cast)
         if self._index is not None:
             values = {name: tensor[self._index] for name, tensor in values.items()}
             valid = {name: tensor[self._index] for name, tensor in valid.items()}
@@ -192,7 +211,15 @@ class TorchaoSource:
         is_first = self._note_call(i, role, phase)
         self._log.add(column, amax=amax, scale=scale, fp8_max=torch.finfo(dtype).max)
         if self._is_counting and is_first:
-            self._add(column, count(values, scale, dtype))
+            with self._timed("statistics"):
+                self._add(column, count(values, scale, dtype))
+        if is_first and self._what_if.wants(column):
+            known = amax if amax is not None and amax.numel() == 1 and not hasattr(amax, "to_local") else None
+            with self._timed("what_if"):
+                self._what_if.offer(column, values=values, scale=scale, fmt=format_of(dtype), amax=known)
+
+    def _timed(self, kind: Kind) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.meters is None else self.meters[kind].piece()
 
     def on_high_precision(self, owner: int, role: str, phase: Phase, values: torch.Tensor) -> None:
         """See `fp8watch.capture.torchao_taps.Tap`."""

@@ -19,7 +19,7 @@ from fp8watch.emulation.recipe import DelayedScaling
 from fp8watch.emulation.region import Region, autocast, is_in_backward, open_region, recomputed_region
 from fp8watch.emulation.scaling import ScalingState
 from fp8watch.emulation.statistics import CastStatistics, quantize_and_count
-from fp8watch.emulation.taps import GRAD_OUTPUT, INPUT, WEIGHT, all_taps
+from fp8watch.emulation.taps import GRAD_OUTPUT, INPUT, WEIGHT, all_taps, all_value_taps
 from fp8watch.emulation.update import AmaxGroup
 from fp8watch.formats import Fp8Format
 
@@ -94,7 +94,8 @@ class Fp8Linear(nn.Linear):
             output: torch.Tensor = _Fp8Matmul.apply(  # type: ignore[no-untyped-call]
                 input, self.weight, self.bias, self, region, is_recompute, out_dtype
             )
-        return output
+        # Shaped out here: what a custom function returns as a view no activation may write to in place.
+        return output if input.dim() == 2 else output.view(*input.shape[:-1], output.shape[-1])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -127,6 +128,9 @@ def _cast(
 ) -> torch.Tensor:
     """The operand as float32 FP8 values, or rounded to BF16; taps are told when `amax` is given (not recomputed)."""
     taps = all_taps() if amax is not None else ()
+    if amax is not None and not is_high_precision:
+        for listener in all_value_taps():
+            listener.on_values(module, tensor, values=values, scale=scale, fmt=fmt, amax=amax)
     statistics: CastStatistics | None = None
     if is_high_precision:
         operand = values.bfloat16().float()
@@ -174,7 +178,7 @@ class _Fp8Matmul(torch.autograd.Function):
         ctx.input_shape = input.shape
         factor = w8 if call.is_high_precision else w8 * (weight_scale.reciprocal() * input_scale.reciprocal())
         y = torch.mm(x8, factor.t()) if bias is None else torch.addmm(bias.float(), x8, factor.t())
-        return y.to(out_dtype).view(*input.shape[:-1], weight.shape[0])
+        return y.to(out_dtype)
 
     @staticmethod
     @once_differentiable

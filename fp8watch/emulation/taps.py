@@ -14,6 +14,7 @@ import torch
 if TYPE_CHECKING:
     from fp8watch.emulation.linear import Fp8Linear
     from fp8watch.emulation.statistics import CastStatistics
+    from fp8watch.formats import Fp8Format
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 
@@ -38,7 +39,18 @@ class Tap(Protocol):
         """
 
 
+class ValueTap(Protocol):
+    """Somebody who wants to look at what is cast, in the steps in which it listens. The rules are those of `Tap`."""
+
+    def on_values(
+        self, module: Fp8Linear, tensor: int, *, values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format,
+        amax: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Just before the cast of `values` with `scale`; not called in high precision."""
+
+
 _taps: list[Tap] = []
+_value_taps: list[ValueTap] = []
 
 
 def add_tap(tap: Tap) -> None:
@@ -54,3 +66,18 @@ def remove_tap(tap: Tap) -> None:
 def all_taps() -> Sequence[Tap]:
     """Those that listen now."""
     return _taps
+
+
+def add_value_tap(tap: ValueTap) -> None:
+    """Look at values from now on."""
+    _value_taps.append(tap)
+
+
+def remove_value_tap(tap: ValueTap) -> None:
+    """Stop looking; nothing happens if it does not."""
+    _value_taps[:] = [other for other in _value_taps if other is not tap]
+
+
+def all_value_taps() -> Sequence[ValueTap]:
+    """Those that look now."""
+    return _value_taps

@@ -85,13 +85,19 @@ def test_amax_is_measured_meanwhile_and_no_scale_is_claimed():
         source.detach()
 
 
-def test_model_in_high_precision_can_be_copied_and_pickled():
+@pytest.mark.parametrize("is_back", [False, True])
+def test_model_in_high_precision_can_be_copied_and_pickled(is_back):  # case: HOK-09
     model = blocks()
-    TorchaoControls(model).set_high_precision(["0.up"], high_precision=True)
-    twin = copy.deepcopy(model)
-    assert twin[0].up.forward.__self__ is twin[0].up
-    again = pickle.loads(pickle.dumps(model[0].up.weight))
-    assert torch.equal(again, model[0].up.weight)
+    controls = TorchaoControls(model)
+    controls.set_high_precision(["0.up"], high_precision=True)
+    if is_back:  # a hook waits for the first FP8 forward
+        controls.set_high_precision(["0.up"], high_precision=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        train(other, 1)
+        assert controls.ran_high_precision(["0.up"]) == [None]  # the copy's forward is not taken for the model's
+        assert torch.equal(other[0].up.weight, model[0].up.weight)
+    train(model, 1)
+    assert controls.ran_high_precision(["0.up"]) == [not is_back]
     assert list(model.state_dict()) == list(blocks().state_dict())
 
 

@@ -96,6 +96,7 @@ def count_by_torch(item: Item) -> TensorStatistics:
     """The reference: a few passes of torch operations over a float32 copy."""
     values, scale = _local(item.values), _local(item.scale).float()
     scale = scale.reshape(()) if scale.numel() == 1 else scale
+    values = values if values.is_floating_point() else values.float()
     amax = measure_amax(values)
     if item.codes is None:
         cast = quantize_and_count(values, scale, item.fmt, amax)[1]

@@ -28,7 +28,7 @@ MOST_PROGRAMS = 1024
 COLUMNS = 6
 """Of the table: address of the values, of the scales, of the codes, elements, row length, how scales are laid out."""
 
-_SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _CODES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 _ONE, _A_ROW, _A_COLUMN = 0, 1, 2
 
@@ -97,7 +97,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 def count_fused(items: Sequence[Item]) -> dict[int, TensorStatistics]:
     """Statistics by position; items that the kernel does not take (layout, dtype, format, place) are left out."""
     groups: dict[tuple[torch.device, torch.dtype, str, bool], list[int]] = {}
-    items = [_by_rows(item) for item in items]
+    items = [by_rows(item) for item in items]
     for i, item in enumerate(items):
         if fits(item):
             key = (item.values.device, item.values.dtype, item.fmt.name, item.codes is not None)
@@ -108,7 +108,7 @@ def count_fused(items: Sequence[Item]) -> dict[int, TensorStatistics]:
     return found
 
 
-def _by_rows(item: Item) -> Item:
+def by_rows(item: Item) -> Item:
     """A transposed matrix (torchao's weights) as what lies in memory: no element count asks for the order."""
     values = item.values
     if values.dim() != 2 or values.is_contiguous() or not values.t().is_contiguous():
@@ -126,7 +126,7 @@ def fits(item: Item) -> bool:
         and type(values) in (torch.Tensor, torch.nn.Parameter)
         and values.is_contiguous()
         and values.numel() > 0
-        and values.dtype in _SOURCES
+        and values.dtype in SOURCES
         and item.fmt.name in _CODES
         and type(scale) is torch.Tensor
         and scale.device == values.device
@@ -172,7 +172,7 @@ def launch(items: Sequence[Item]) -> list[TensorStatistics]:
     kernel: Any = _count_kernel
     kernel[(programs, len(items))](
         table, counts, sums, programs,
-        SOURCE=_SOURCES[dtype], CODES=_CODES[fmt.name], HAS_CODES=items[0].codes is not None,
+        SOURCE=SOURCES[dtype], CODES=_CODES[fmt.name], HAS_CODES=items[0].codes is not None,
         FP8_MAX=fmt.max, MIN_NORMAL=fmt.min_normal, MAGIC=1.5 * 2.0 ** (23 - fmt.mantissa_bits), BLOCK=BLOCK,
     )  # fmt: skip
     counts = counts.sum(1)

@@ -1,0 +1,230 @@
+"""The closer look that is not taken in every step: when it is due, what it found, what it cost.
+
+Element counts and what-if figures come from the source, the shadow probe from hooks of its own, the moments from the
+optimizer. All of it only reads; results are device tensors that go through the ring with the step's other numbers.
+Used by the recorder: `begin` before a step, `finish` at its boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from fp8watch.capture.cost_meter import CostMeter
+from fp8watch.capture.fp8_share import fp8_share
+from fp8watch.capture.governor import FIRST_SHARE, Governor, Kind
+from fp8watch.capture.optimizer_states import OptimizerStates
+from fp8watch.capture.shadow_probe import ShadowProbe
+from fp8watch.capture.source import Reading, Source
+from fp8watch.records import TensorColumn
+
+logger = logging.getLogger(__name__)
+
+SHADOW_ERROR = "shadow_error"
+"""Per-tensor column: relative error of the module's forward GEMM, on the row of its input."""
+PROBED_TENSOR = "input"
+MOST_LEFT_OUT = 8
+"""Linear layers outside FP8 that are named one by one."""
+SHARE_EVERY = 16
+"""What-if steps between walks through the model for layers that came to FP8 or left it (a millisecond each)."""
+REQUESTS = 64
+"""Probes asked for that wait their turn, one a step; older ones are forgotten."""
+
+
+@runtime_checkable
+class LooksCloser(Protocol):
+    """A source that has the values of its casts at hand."""
+
+    def look_closer(self, modules: Sequence[str] | None) -> bool:
+        """Make what-if columns of the step that has just begun, for these modules (None: all). False: not possible."""
+
+
+@runtime_checkable
+class Metered(Protocol):
+    """A source that times its sampling work, kind by kind."""
+
+    meters: Mapping[Kind, CostMeter] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloserOptions:
+    """Intervals in steps (None: the default of the device, 0: never) and the budget; see `fp8watch.settings`."""
+
+    statistics_every: int | None = None
+    what_if_every: int | None = None
+    shadow_every: int | None = None
+    overhead_budget: float | None = None
+
+
+def intervals(options: CloserOptions, device: torch.device) -> dict[Kind, int]:
+    """What-if steps are multiples of the element counts' interval, for the two are read side by side."""
+    is_cpu = device.type == "cpu"
+    statistics = options.statistics_every or (1 if is_cpu else 10)
+    what_if = options.what_if_every if options.what_if_every is not None else (64 if is_cpu else 100)
+    shadow = options.shadow_every if options.shadow_every is not None else (64 if is_cpu else 100)
+    return {"statistics": statistics, "what_if": -(-what_if // statistics) * statistics, "shadow": shadow}
+
+
+class CloserLook:
+    """One a recorder. Runs inside its guard."""
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        source: Source | None,
+        modules: Iterable[str],
+        device: torch.device,
+        options: CloserOptions,
+        not_observed: Callable[[str, str], None],
+    ) -> None:
+        self._source = source
+        self._device = device
+        self._not_observed = not_observed
+        budget = options.overhead_budget
+        if budget is None and device.type != "cpu":
+            budget = FIRST_SHARE  # on a CPU FP8 is emulated: what that costs says nothing about a real run
+        self.governor = Governor(intervals(options, device), budget=budget, say=_say)
+        self._meters: dict[Kind, CostMeter] = {kind: CostMeter(device) for kind in ("statistics", "what_if", "shadow")}
+        if isinstance(source, Metered):
+            source.meters = self._meters
+        wanted = set(modules)
+        self.probe = ShadowProbe(
+            {name: module for name, module in model.named_modules() if name in wanted}, self._meters["shadow"]
+        )
+        if self.probe.not_probeable:
+            name, why = next(iter(self.probe.not_probeable.items()))
+            not_observed(SHADOW_ERROR, f"{len(self.probe.not_probeable)} layers cannot be probed, as {name}: {why}")
+        self._model, self._fp8_modules = model, frozenset(wanted)
+        self._share = fp8_share(model, self._fp8_modules)
+        if self._share.left_out and wanted:
+            shown = "; ".join(self._share.left_out[:MOST_LEFT_OUT])
+            not_observed(f"{len(self._share.left_out)} linear layers are not in FP8", shown)
+        self._probe_next = 0
+        self._misses = 0
+        """Round-robin probes in a row that found nothing."""
+        self._asked_probes: deque[str] = deque(maxlen=REQUESTS)
+        self._asked_what_if: set[str] = set()
+        self._states = OptimizerStates(optimizer)
+        self._is_sampled = False
+        self._said_what_if = False
+        self._told: dict[str, float] = {}
+        self._is_telling = True
+        self._num_told = 0
+
+    # A step
+
+    def begin(self, step: int) -> None:
+        """A new step: decide what is looked at, and tell those who look."""
+        is_what_if = self._is_telling = self.governor.due("what_if", step) and step > 1
+        asked, self._asked_what_if = self._asked_what_if, set()
+        self._is_sampled = self.governor.due("statistics", step) or is_what_if or bool(asked)
+        if self._source is not None:
+            self._source.begin(with_statistics=self._is_sampled)
+            if is_what_if or asked:
+                self._look(None if is_what_if else sorted(asked))
+        self._arm(is_due=self.governor.due("shadow", step) and step > 1)
+
+    def _look(self, modules: list[str] | None) -> None:
+        if isinstance(self._source, LooksCloser) and self._source.look_closer(modules):
+            return
+        if not self._said_what_if:
+            self._said_what_if = True
+            self._not_observed("what_if", "the values of casts are not at hand here; amax alone is used to predict")
+
+    def _arm(self, *, is_due: bool) -> None:
+        while self._asked_probes:
+            if self.probe.arm(self._asked_probes.popleft()):
+                return
+        names = self.probe.names
+        if is_due and self._misses < len(names):
+            self._probe_next = (self._probe_next + 1) % len(names)
+            self.probe.arm(names[self._probe_next - 1])
+
+    def finish(
+        self, reading: Reading | None, columns: Callable[[], Sequence[TensorColumn]], step_seconds: float | None
+    ) -> tuple[Reading | None, dict[str, float | torch.Tensor]]:
+        """At the boundary: the reading with the probe's column, and scalars of the sample."""
+        scalars: dict[str, float | torch.Tensor] = {}
+        is_armed = self.probe.is_armed
+        probed = self.probe.take()
+        if is_armed:
+            self._misses = 0 if probed is not None else self._misses + 1
+        if probed is not None and reading is not None:
+            reading = self._with_probe(reading, columns(), *probed)
+        elif is_armed and probed is None:
+            name, why = next(reversed(self.probe.missed.items()))
+            self._not_observed(SHADOW_ERROR, f"{name}: {why}")
+        if self._is_sampled:
+            with self._meters["statistics"].piece():
+                scalars |= self._states.read()
+            if self._states.not_observable is not None:
+                self._not_observed("optimizer states", self._states.not_observable)
+        self._account(step_seconds)
+        now = {f"{kind}_every": float(self.governor.every(kind)) for kind in self._meters}
+        if self._is_telling or now != self._told:
+            scalars["fp8_parameter_share"] = self._share_now()
+            self._num_told += 1
+            share = self.governor.share()
+            scalars |= now | ({} if share is None else {"sampling_ratio": share})
+            self._told = now
+        return reading, scalars
+
+    def _with_probe(self, reading: Reading, columns: Sequence[TensorColumn], name: str, error: torch.Tensor) -> Reading:
+        row = next((i for i, c in enumerate(columns) if c.module == name and c.tensor == PROBED_TENSOR), None)
+        num = next(iter(reading.values.values())).shape[0]
+        if row is None or row >= num:
+            return reading
+        device = next(iter(reading.values.values())).device
+        values = torch.zeros(num, device=device)
+        values[row].copy_(error, non_blocking=True)
+        valid = torch.zeros(num, dtype=torch.bool, device=device)
+        valid[row].fill_(True)
+        # 0 / 0, and a NaN that came in with the data, say nothing about the cast.
+        valid &= torch.isfinite(values)
+        return replace(
+            reading, values=reading.values | {SHADOW_ERROR: values}, valid=reading.valid | {SHADOW_ERROR: valid}
+        )
+
+    def _account(self, step_seconds: float | None) -> None:
+        if step_seconds is not None:
+            self.governor.step_took(step_seconds)
+        for kind, meter in self._meters.items():
+            meter.close_step()
+            for seconds in meter.take():
+                self.governor.cost(kind, seconds)
+
+    def _share_now(self) -> float:
+        if self._num_told % SHARE_EVERY:
+            return self._share.parameters
+        now = fp8_share(self._model, self._fp8_modules)
+        if now.parameters != self._share.parameters:
+            logger.warning(
+                "fp8watch: FP8 layers hold %.1f %% of the linear layers' weights, before it was %.1f %%",
+                100 * now.parameters, 100 * self._share.parameters,
+            )  # fmt: skip
+            self._share = now
+        return now.parameters
+
+    # On demand
+
+    def ask(self, modules: Sequence[str], *, what_if: bool = True, shadow: bool = True) -> None:
+        """Look at these modules in the coming steps: what-if figures in the next one, then a probe a step."""
+        if what_if:
+            self._asked_what_if.update(modules)
+        if shadow:
+            self._asked_probes.extend(name for name in modules if name in self.probe.names)
+
+    def detach(self) -> None:
+        """Leave no hook behind."""
+        self.probe.detach()
+
+
+def _say(text: str) -> None:
+    logger.warning("fp8watch: %s", text)
