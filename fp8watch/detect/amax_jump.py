@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
-from fp8watch.detect.tensors import Rows, names_of, observed
+from fp8watch.detect.tensors import Array, Rows, observed, table_of
 
 WINDOW = 32
 MIN_BASELINE = 8
 JUMP_LOG2 = 3.0
 """Bits in one step that an optimizer update of ordinary size cannot make."""
+SLACK_LOG2 = 1.0
+"""Bits by which a median that is up to 7 steps old may be off; what comes so near is judged by the exact one."""
 FORGET_AFTER = 64
 """Steps after which a level that stays is the new ordinary one."""
 
@@ -53,34 +55,26 @@ class AmaxJump:
         column = observed(sample, "amax")
         if column is None:
             return state, []
-        names = names_of(sample)
-        state.ordinary.follow(names, WINDOW)
+        table = table_of(sample)
+        state.ordinary.follow(table.names, WINDOW)
         usable = column[1] & np.isfinite(column[0]) & (column[0] > 0)
         value = np.log2(np.where(usable, column[0], 1.0))
-        median = state.ordinary.median()
-        has_past = state.ordinary.count() >= MIN_BASELINE
-        jump = np.where(usable & has_past, value - median, 0.0)
+        has_past = usable & (state.ordinary.held >= MIN_BASELINE)
+        screened = value - state.ordinary.screen()
+        near = np.flatnonzero(has_past & (screened > JUMP_LOG2 - SLACK_LOG2))
+        if not len(near) and not state.since:
+            state.ordinary.push(value, usable)
+            return state, []
+        medians = state.ordinary.median(near)
+        jump = np.zeros(len(value))
+        jump[near] = value[near] - medians
         out = jump > JUMP_LOG2
-        is_weight = np.array([tensor.tensor == "weight" for tensor in sample.tensors], dtype=np.bool_)
-        before = state.ordinary.values[:, -1]
-        in_one_step = out & (np.nan_to_num(value - before) > JUMP_LOG2)
-        known = set(state.jumped)
-        for i in np.flatnonzero(out):
-            fresh = names[i] not in state.since
-            state.since.setdefault(names[i], sample.step)
-            if fresh and is_weight[i] and in_one_step[i]:
-                known.add(names[i])
-        outside = {names[i] for i in np.flatnonzero(out)}
-        state.since = {
-            name: step for name, step in state.since.items() if name in outside and sample.step - step < FORGET_AFTER
-        }
-        state.jumped = sorted(name for name in known if name in state.since)
-        ordinary = np.array([name not in state.since for name in names], dtype=np.bool_) & usable
-        rows = np.flatnonzero(ordinary)
-        state.ordinary.push(rows, value[rows])
-        weights = [i for i in range(len(names)) if names[i] in state.jumped]
-        others = [int(i) for i in np.flatnonzero(out) if not is_weight[i]]
-        hit = weights or others
+        self._follow(state, sample, out, value, table.is_weight)
+        inside = usable.copy()
+        inside[[i for i in np.flatnonzero(out) if table.names[i] in state.since]] = False
+        state.ordinary.push(value, inside)
+        weights = [int(i) for i in np.flatnonzero(out) if table.names[i] in state.jumped]
+        hit = weights or [int(i) for i in np.flatnonzero(out & ~table.is_weight)]
         if not hit:
             return state, []
         order = sorted(hit, key=lambda i: -float(jump[i]))
@@ -88,7 +82,7 @@ class AmaxJump:
         evidence: dict[str, Any] = {
             "jump_log2": round(float(jump[worst]), 3),
             "amax": float(column[0][worst]),
-            "ordinary_amax": float(2.0 ** median[worst]),
+            "ordinary_amax": float(2.0 ** (value[worst] - jump[worst])),
             "kind": sample.tensors[worst].tensor,
             "num_tensors": len(order),
         }
@@ -97,9 +91,25 @@ class AmaxJump:
                 detector=self.name,
                 severity="act" if weights else "warn",
                 step=sample.step,
-                onset_step=min(state.since.get(names[i], sample.step) for i in order),
+                onset_step=min(state.since.get(table.names[i], sample.step) for i in order),
                 tensors=tuple(order),
                 rank=sample.rank_of_extreme.get("amax"),
                 evidence=evidence,
             )
         ]
+
+    def _follow(self, state: AmaxJumpState, sample: Sample, out: Array, value: Array, is_weight: Array) -> None:
+        """Since when tensors have been out, and which weights got there in one step."""
+        names, before = state.ordinary.names, state.ordinary.last()
+        known, outside = set(state.jumped), set()
+        for i in np.flatnonzero(out):
+            name = names[i]
+            outside.add(name)
+            in_one_step = float(value[i] - before[i]) > JUMP_LOG2
+            if name not in state.since and is_weight[i] and in_one_step:
+                known.add(name)
+            state.since.setdefault(name, sample.step)
+        state.since = {
+            name: step for name, step in state.since.items() if name in outside and sample.step - step < FORGET_AFTER
+        }
+        state.jumped = sorted(name for name in known if name in state.since)

@@ -9,47 +9,52 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 
 Array = np.ndarray[Any, Any]
 
 
-class AmaxWindows(msgspec.Struct):
-    """Rings of amax, one a tensor; row i belongs to `names[i]`."""
+class AmaxWindows:
+    """Rings of amax, one a tensor; row i belongs to `names[i]`. (No struct: `packed` says how it is encoded.)"""
 
-    names: list[str] = []
-    lengths: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """history_len of each tensor."""
-    amax: Array = msgspec.field(default_factory=lambda: np.zeros((0, 1), dtype=np.float32))
-    """[num_tensors, longest length]; slots that hold nothing are 0."""
-    steps: Array = msgspec.field(default_factory=lambda: np.zeros((0, 1), dtype=np.int64))
-    position: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Where the next entry goes."""
-    count: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Entries that hold something, at most `lengths`."""
-    from_start: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-    """True: the library's window holds nothing older than our oldest entry (we saw the run's first step)."""
-    peak: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """Largest finite entry of each tensor, 0 where there is none."""
-    infinite: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Infinite entries: each freezes a `max` scale until it leaves."""
-    nan: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """NaN entries: some kernels ignore them, others freeze."""
+    __slots__ = (
+        "amax", "count", "from_start", "infinite", "lengths", "names", "nan", "peak", "position", "steps",
+        "thinned_until",
+    )  # fmt: skip
+
+    def __init__(self, num: int = 0, size: int = 1) -> None:
+        self.names: list[str] = []
+        self.lengths: Array = np.zeros(num, dtype=np.int64)
+        """history_len of each tensor."""
+        self.amax: Array = np.zeros((num, size), dtype=np.float32)
+        """[num_tensors, longest length]; slots that hold nothing are 0."""
+        self.steps: Array = np.zeros((num, size), dtype=np.int64)
+        self.position: Array = np.zeros(num, dtype=np.int64)
+        """Where the next entry goes."""
+        self.count: Array = np.zeros(num, dtype=np.int64)
+        """Entries that hold something, at most `lengths`."""
+        self.from_start: Array = np.zeros(num, dtype=np.bool_)
+        """True: the library's window holds nothing older than our oldest entry (we saw the run's first step)."""
+        self.peak: Array = np.zeros(num, dtype=np.float32)
+        """Largest finite entry of each tensor, 0 where there is none."""
+        self.infinite: Array = np.zeros(num, dtype=np.int64)
+        """Infinite entries: each freezes a `max` scale until it leaves."""
+        self.nan: Array = np.zeros(num, dtype=np.int64)
+        """NaN entries: some kernels ignore them, others freeze."""
+        self.thinned_until = -1
+        """Step up to which `unpacked` left out entries that a later one exceeds; see there."""
 
     def remap(self, names: list[str], lengths: Array, *, from_start: bool) -> None:
         """Follow a new layout: tensors are matched by name, the newest entries are kept, new ones start empty."""
         size = int(lengths.max(initial=1))
         old = {name: i for i, name in enumerate(self.names)}
-        before = AmaxWindows(
-            self.names, self.lengths, self.amax, self.steps, self.position, self.count, self.from_start
-        )
-        n = len(names)
+        before, fresh = AmaxWindows(), AmaxWindows(len(names), size)
+        for slot in self.__slots__:
+            setattr(before, slot, getattr(self, slot))
+            setattr(self, slot, getattr(fresh, slot))
         self.names, self.lengths = list(names), lengths.astype(np.int64)
-        self.amax, self.steps = np.zeros((n, size), dtype=np.float32), np.zeros((n, size), dtype=np.int64)
-        self.position, self.count = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        self.from_start = np.full(n, from_start)
-        self.peak, self.infinite, self.nan = np.zeros(n, np.float32), np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self.from_start[:] = from_start
+        self.thinned_until = before.thinned_until
         for i, name in enumerate(names):
             if name not in old:
                 continue
@@ -109,11 +114,57 @@ class AmaxWindows(msgspec.Struct):
 
     def cut(self, step: int) -> None:
         """A rollback to `step`: drop later entries. What had fallen out of our ring before stays unknown."""
+        if step < self.thinned_until:
+            # What is dropped now had exceeded entries that were left out: they are the window again, and not known.
+            self.forget(np.arange(len(self.names)))
+            self.thinned_until = -1
+            return
         for row in range(len(self.names)):
             values, steps = self.newest(row)
             keep = int((steps <= step).sum())
             if keep < len(values):
                 self._write(row, values[:keep], steps[:keep])
+
+    def packed(self) -> list[Any]:
+        """What `unpacked` needs, a hundredth in size: only entries that no later one of their window exceeds.
+
+        They are all that the largest of the window can ever be as it moves on, for they leave in order.
+        """
+        num, size = self.amax.shape
+        age = np.arange(size)
+        if num and (self.position == self.position[0]).all() and (self.lengths == size).all():
+            column = (self.position[0] - 1 - age) % size  # the usual case, five times as fast
+            order, values = np.broadcast_to(column, (num, size)), self.amax[:, column]
+        else:
+            order = (self.position[:, None] - 1 - age[None, :]) % np.maximum(self.lengths, 1)[:, None]
+            values = np.take_along_axis(self.amax, order, axis=1)
+        held = age[None, :] < self.count[:, None]
+        finite = np.where(held & np.isfinite(values), values, np.float32(-1))
+        newer = np.full_like(finite, -1)
+        newer[:, 1:] = np.maximum.accumulate(finite, axis=1)[:, :-1]
+        rows, ages = np.nonzero(held & ((finite > newer) | ~np.isfinite(values) | (age[None, :] == 0)))
+        slots = order[rows, ages]
+        steps = self.steps[rows, slots]
+        arrays = (
+            self.lengths, self.position, self.count, self.from_start, rows.astype(np.int32), slots.astype(np.int32),
+            self.amax[rows, slots], steps,
+        )  # fmt: skip
+        until = max(self.thinned_until, int(steps.max(initial=-1)))
+        return [self.names, num, size, until, *([a.dtype.str, np.ascontiguousarray(a).tobytes()] for a in arrays)]
+
+    @classmethod
+    def unpacked(cls, packed: list[Any]) -> AmaxWindows:
+        """Windows that go on as those did that were packed; only a rollback to before that finds them unknown."""
+        names, num, size, until, *rest = packed
+        lengths, position, count, from_start, rows, slots, amax, steps = (
+            np.frombuffer(data, dtype=np.dtype(kind)).copy() for kind, data in rest
+        )
+        windows = cls(num, size)
+        windows.names, windows.thinned_until = names, until
+        windows.lengths, windows.position, windows.count, windows.from_start = lengths, position, count, from_start
+        windows.amax[rows, slots], windows.steps[rows, slots] = amax, steps
+        windows._refresh(np.arange(num))
+        return windows
 
     def _write(self, row: int, values: Array, steps: Array) -> None:
         keep = len(values)

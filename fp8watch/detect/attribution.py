@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fp8watch.detect.base import Symptom
 from fp8watch.detect.context import Context
+from fp8watch.detect.shadow_error import ACT, ORDINARY
 from fp8watch.records import Cause
 
 LOOK_BACK = 32
@@ -53,14 +55,14 @@ class Attribution:
     evidence: dict[str, Any]
 
 
-def attribute(symptom: Symptom, context: Context) -> Attribution:
-    """The cause of a symptom; the context holds the symptom's own step already."""
+def attribute(symptom: Symptom, context: Context, modules: Sequence[str] = ()) -> Attribution:
+    """The cause of a symptom of these modules; the context holds the symptom's own step already."""
     since = symptom.onset_step - LOOK_BACK * context.stride()
     cases = [
         _bookkeeping(symptom, context, since),
         _hardware(symptom, context, since),
         _optimisation(symptom, context, since),
-        _precision(symptom, context, since),
+        _precision(symptom, context, since, modules),
         _data(symptom, context, since),
     ]
     ranked = sorted(cases, key=lambda case: -case.weight)
@@ -91,6 +93,9 @@ def _bookkeeping(symptom: Symptom, context: Context, since: int) -> Case:
             case.speaks_against(3.0, "the scales went wrong after the symptom began")
     elif symptom.detector in ("saturation", "underflow"):
         case.speaks_against(1.0, "every scale is the one that its amax window demands")
+    apart = context.find("rank_mismatch", since=since)
+    if apart is not None and apart.evidence["of"] == "scale_checksum" and not apart.evidence["is_one_rank"]:
+        case.speaks_for(5.0, f"ranks {apart.evidence['ranks']} use other scales than the ranks they belong with")
     return case
 
 
@@ -108,9 +113,32 @@ def _hardware(symptom: Symptom, context: Context, since: int) -> Case:
             case.speaks_against(1.0, "updates near it were large enough to move it")
         else:
             case.speaks_for(3.0, reason)
-    if context.num_ranks > 1 and symptom.rank is not None and symptom.detector == "nonfinite":
+    apart = context.find("rank_mismatch", since=since)
+    if apart is not None:
+        ranks, what = apart.evidence["ranks"], apart.evidence["of"].partition("_")[0]
+        word = {"param": "parameters", "scale": "scales"}[what]
+        if apart.evidence["is_one_rank"]:
+            case.speaks_for(6.0, f"rank {ranks[0]} alone holds other {word} than its replicas")
+        elif what == "param":
+            case.speaks_for(2.5, f"ranks {ranks} hold other parameters than their replicas")
+    alone = _single_rank(symptom, context)
+    if alone:
+        case.speaks_for(1.0 if symptom.detector == "loss_spike" else 2.5, alone)
+    elif context.num_ranks > 1 and symptom.rank is not None and symptom.detector == "nonfinite":
         case.speaks_for(1.0, f"rank {symptom.rank} alone")
+    elif context.num_ranks > 2 and symptom.detector in ("loss_spike", "grad_spike", "nonfinite"):
+        case.speaks_against(0.5, "most ranks are out of range alike")
     return case
+
+
+def _single_rank(symptom: Symptom, context: Context) -> str:
+    """Which quantity is out of range on few ranks only, in words; empty: none, or not known."""
+    names = {"loss_spike": ("loss",), "grad_spike": ("grad_norm",), "nonfinite": ("loss", "grad_norm", "update_rms")}
+    for name in names.get(symptom.detector, ()):
+        if context.is_one_rank(name):
+            who = "one rank" if symptom.rank is None else f"rank {symptom.rank}"
+            return f"{name} is out of range on {who} only, the median of {context.num_ranks} ranks is ordinary"
+    return ""
 
 
 def _optimisation(symptom: Symptom, context: Context, since: int) -> Case:
@@ -121,7 +149,8 @@ def _optimisation(symptom: Symptom, context: Context, since: int) -> Case:
     )
     if rate_jump is not None and rate_jump.step >= since and rate_jump.onset_step <= symptom.onset_step + stride:
         ratio = rate_jump.evidence["learning_rate_ratio"]
-        case.speaks_for(4.5, f"the learning rate jumped by {ratio:.3g}x at step {rate_jump.onset_step}")
+        by = "from zero" if ratio is None else f"by {ratio:.3g}x"
+        case.speaks_for(4.5, f"the learning rate jumped {by} at step {rate_jump.onset_step}")
     moved = next((s for s in reversed(context.seen) if "update_ratio" in s.evidence), None)
     if moved is not None and moved.step >= since and moved.onset_step <= symptom.onset_step + stride:
         share = moved.evidence["update_ratio"]
@@ -135,12 +164,34 @@ def _optimisation(symptom: Symptom, context: Context, since: int) -> Case:
         case.speaks_for(2.0, "the learning rate was rising when it began")
     if _is_growing(context.series("grad_norm", symptom.onset_step - 16 * stride, symptom.onset_step)):
         case.speaks_for(1.5, "the gradient norm grew steadily before the onset")
+    logits = context.find("attention_logit", since=since)
+    if logits is not None:
+        case.speaks_for(2.5, f"attention logits of {logits.evidence['attention_logit']:.3g} make the softmax one-hot")
     if symptom.evidence.get("is_recurring"):
         case.speaks_for(3.0, f"{symptom.evidence['bursts']} bursts of the gradient norm, ordinary in between")
     return case
 
 
-def _precision(symptom: Symptom, context: Context, since: int) -> Case:
+def _precision(symptom: Symptom, context: Context, since: int, modules: Sequence[str]) -> Case:
+    case = _precision_traces(symptom, context, since)
+    alone = _single_rank(symptom, context)
+    if alone:
+        case.speaks_against(3.0, f"{alone}: the format is the same on all")
+    probes = [probe for probe in context.probes if probe.step >= symptom.onset_step]
+    own = [probe for probe in probes if probe.module in modules] or probes
+    if not own:
+        return case
+    worst = max(own, key=lambda probe: math.inf if math.isnan(probe.error) else probe.error)
+    if worst.error <= ORDINARY:
+        case.speaks_against(
+            4.0, f"the FP8 GEMM of {worst.module} is within {worst.error:.1%} of BF16, as its format always is"
+        )
+    elif not worst.error <= ACT and context.find("scale_frozen", "act", since=since) is None:
+        case.speaks_for(3.5, f"the FP8 GEMM of {worst.module} is {worst.error:.1%} off the same in BF16")
+    return case
+
+
+def _precision_traces(symptom: Symptom, context: Context, since: int) -> Case:
     case = Case("precision")
     stride = context.stride()
     for detector, word in (("saturation", "clips"), ("underflow", "loses elements to zero")):
@@ -189,6 +240,8 @@ def _data(symptom: Symptom, context: Context, since: int) -> Case:
             case.speaks_against(2.0, "an unusually large update came before it")
     if context.find("amax_jump", "act", since=since) is not None:
         case.speaks_against(3.0, "a weight's amax jumped")
+    if symptom.detector == "loss_spike" and context.is_one_rank("loss"):
+        case.speaks_for(0.5, "the batch of one rank only")
     return case
 
 

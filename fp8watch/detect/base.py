@@ -41,6 +41,12 @@ class Sample:
     rank_of_extreme: dict[str, int] = field(default_factory=dict)
     """Scalar or column name -> rank that held the extreme value, in runs of several ranks."""
     num_ranks: int = 1
+    expected_ranks: int = 0
+    """Ranks that ought to have given a frame of this step; 0: not known (a log of another tool)."""
+    rank_median: dict[str, float] = field(default_factory=dict)
+    """Scalar name -> median over ranks, in runs of several; NaN counts as the largest."""
+    rank_values: dict[str, dict[int, float]] = field(default_factory=dict)
+    """`param_checksum`, `scale_checksum` -> rank -> value: what must be equal in ranks that hold the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,8 @@ class Symptom:
     onset_step: int
     tensors: tuple[int, ...] = ()
     """Indices into `Sample.tensors`, worst first."""
+    modules: tuple[str, ...] = ()
+    """Modules concerned of which there is no tensor in the sample, worst first."""
     rank: int | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
 

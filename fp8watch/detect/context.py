@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
 from fp8watch.records import Severity
@@ -26,19 +27,34 @@ class Seen(msgspec.Struct, kw_only=True):
     evidence: dict[str, Any] = {}
 
 
+class Probe(msgspec.Struct):
+    """A layer's FP8 GEMM held against the same one in BF16."""
+
+    step: int
+    module: str
+    error: float
+    """Relative; NaN where a result was not finite."""
+
+
 class Context(msgspec.Struct):
     """A sliding window, oldest first."""
 
     steps: list[int] = []
     scalars: list[dict[str, float]] = []
+    medians: list[dict[str, float]] = []
+    """Of the ranks, likewise; empty in a run of one."""
     seen: list[Seen] = []
+    probes: list[Probe] = []
     num_ranks: int = 1
 
     def push(self, sample: Sample, symptoms: list[Symptom]) -> None:
         """Take a step in."""
         self.steps.append(sample.step)
         self.scalars.append({name: sample.scalars[name] for name in SCALARS if name in sample.scalars})
+        self.medians.append({name: sample.rank_median[name] for name in SCALARS if name in sample.rank_median})
         self.num_ranks = sample.num_ranks
+        if "shadow_error" in sample.values:
+            self._probed(sample)
         for symptom in symptoms:
             self.seen.append(
                 Seen(
@@ -51,13 +67,20 @@ class Context(msgspec.Struct):
                 )
             )
         if len(self.steps) > LENGTH:
-            del self.steps[0], self.scalars[0]
+            del self.steps[0], self.scalars[0], self.medians[0]
         self.seen = [seen for seen in self.seen if seen.step >= self.steps[0]]
+        self.probes = [probe for probe in self.probes if probe.step >= self.steps[0]]
+
+    def _probed(self, sample: Sample) -> None:
+        errors, valid = sample.values["shadow_error"], sample.valid.get("shadow_error")
+        for row in range(len(errors)) if valid is None else np.flatnonzero(valid):
+            self.probes.append(Probe(sample.step, sample.tensors[int(row)].module, float(errors[int(row)])))
 
     def cut(self, step: int) -> None:
         """A rollback to `step`: later steps did not happen."""
         keep = sum(seen <= step for seen in self.steps)
-        self.steps, self.scalars = self.steps[:keep], self.scalars[:keep]
+        self.steps, self.scalars, self.medians = self.steps[:keep], self.scalars[:keep], self.medians[:keep]
+        self.probes = [probe for probe in self.probes if probe.step <= step]
         self.seen = [seen for seen in self.seen if seen.step <= step]
 
     def series(self, name: str, first: int, last: int) -> list[float]:
@@ -67,6 +90,20 @@ class Context(msgspec.Struct):
             for step, row in zip(self.steps, self.scalars, strict=True)
             if first <= step <= last and name in row and math.isfinite(row[name])
         ]
+
+    def is_one_rank(self, name: str) -> bool:
+        """Whether the newest step's scalar is out of range on less than half of the ranks: their median is ordinary.
+
+        False where it is not known: fewer than three ranks, or no past to tell ordinary from not.
+        """
+        if self.num_ranks < 3 or not self.medians or name not in self.medians[-1]:
+            return False
+        middle, now = self.medians[-1][name], self.scalars[-1].get(name, math.nan)
+        past = [row[name] for row in self.medians[-17:-1] if name in row and math.isfinite(row[name])]
+        if not math.isfinite(middle) or len(past) < 4:
+            return math.isfinite(middle) and not math.isfinite(now)
+        usual, spread = float(np.median(past)), float(np.ptp(past))
+        return abs(middle - usual) <= spread and not abs(now - usual) <= spread
 
     def stride(self) -> int:
         """Steps between the two newest samples."""

@@ -9,7 +9,9 @@ While the loss is out of its range by the spike rule, the pipeline reports no di
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left, insort
 
 import msgspec
 import numpy as np
@@ -18,6 +20,7 @@ from fp8watch.detect.base import Sample, Symptom
 
 BLOCK = 16
 BLOCKS = 7
+LENGTH = BLOCK * BLOCKS
 ACT_RISE = 0.05
 """Rise in log loss over the window."""
 ACT_SIGMA = 8.0
@@ -28,6 +31,10 @@ class DivergenceState(msgspec.Struct):
 
     steps: list[int] = []
     values: list[float] = []
+    newest: list[float] = []
+    """The last block, by size."""
+    medians: list[float] = []
+    """Median of the block that ended at each of the newest points."""
 
 
 class Divergence:
@@ -42,28 +49,28 @@ class Divergence:
     def rolled_back(self, state: DivergenceState, step: int) -> DivergenceState:
         """Points after `step` are forgotten."""
         keep = sum(seen <= step for seen in state.steps)
-        state.steps, state.values = state.steps[:keep], state.values[:keep]
-        return state
+        again = DivergenceState()
+        for seen, value in zip(state.steps[:keep], state.values[:keep], strict=True):
+            _take(again, seen, value)
+        return again
 
     def update(self, state: DivergenceState, sample: Sample) -> tuple[DivergenceState, list[Symptom]]:
         """Look at one step."""
         loss = sample.scalars.get("loss")
         if loss is None or not math.isfinite(loss) or loss <= 0:
             return state, []
-        state.steps.append(sample.step)
-        state.values.append(math.log(loss))
-        if len(state.steps) > BLOCK * BLOCKS:
-            del state.steps[0], state.values[0]
-        if len(state.steps) < BLOCK * BLOCKS:
+        _take(state, sample.step, math.log(loss))
+        if len(state.medians) < LENGTH - BLOCK + 1:
+            return state, []
+        # The blocks' medians: those of the block that ends now, and of the one that ended BLOCK points ago, ...
+        medians = state.medians[::BLOCK]
+        if any(later <= earlier for earlier, later in itertools.pairwise(medians)):
             return state, []
         blocks = np.asarray(state.values).reshape(BLOCKS, BLOCK)
-        medians = np.median(blocks, axis=1)
-        if not (np.diff(medians) > 0).all():
-            return state, []
-        spread = 1.4826 * float(np.median(np.abs(blocks - medians[:, None])))
+        spread = 1.4826 * float(np.median(np.abs(blocks - np.asarray(medians)[:, None])))
         uncertainty = max(1.2533 * spread / math.sqrt(BLOCK), 1e-4)
-        steps = np.diff(medians)
-        rise = float(steps.sum() - steps.max()) * (BLOCKS - 1) / (BLOCKS - 2)
+        steps = [later - earlier for earlier, later in itertools.pairwise(medians)]
+        rise = (math.fsum(steps) - max(steps)) * (BLOCKS - 1) / (BLOCKS - 2)
         if rise < ACT_RISE / 2 or rise < ACT_SIGMA / 2 * uncertainty:
             return state, []
         is_act = rise >= ACT_RISE and rise >= ACT_SIGMA * uncertainty
@@ -82,3 +89,17 @@ class Divergence:
                 },
             )
         ]
+
+
+def _take(state: DivergenceState, step: int, value: float) -> None:
+    state.steps.append(step)
+    state.values.append(value)
+    insort(state.newest, value)
+    if len(state.newest) > BLOCK:
+        del state.newest[bisect_left(state.newest, state.values[-BLOCK - 1])]
+    if len(state.newest) == BLOCK:
+        state.medians.append((state.newest[BLOCK // 2 - 1] + state.newest[BLOCK // 2]) / 2)
+    if len(state.steps) > LENGTH:
+        del state.steps[0], state.values[0]
+    if len(state.medians) > LENGTH - BLOCK + 1:
+        del state.medians[0]

@@ -15,6 +15,8 @@ from fp8watch.records import Cause, Severity
 
 CLOSE_AFTER = 20
 """Samples without a symptom that close an incident: the settling window of the shortest action."""
+PAUSE_SAMPLES = 4
+"""Silence after which what comes is the next spell: the same incident, but no longer the same beginning."""
 CLOSE_SPIKE_AFTER = 4
 """The same for loss spikes: five ordinary points in a row are the end of one, the next is another."""
 
@@ -41,6 +43,8 @@ class Incident(msgspec.Struct, kw_only=True):
     findings: list[str] = []
     """Ids of the findings written."""
     silent_samples: int = 0
+    spell_onset: int = 0
+    """Onset of the symptoms since the last pause of more than `PAUSE_SAMPLES`."""
 
 
 class Incidents(msgspec.Struct):

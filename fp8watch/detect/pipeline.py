@@ -7,6 +7,7 @@ run's findings.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -15,34 +16,50 @@ from typing import Any, Literal
 import msgspec
 
 from fp8watch.detect import state as codec
+from fp8watch.detect.amax_drift import AmaxDrift
 from fp8watch.detect.amax_jump import AmaxJump
-from fp8watch.detect.attribution import attribute
+from fp8watch.detect.attention_logit import AttentionLogit
+from fp8watch.detect.attribution import Attribution, attribute
 from fp8watch.detect.base import Detector, Sample, Symptom
+from fp8watch.detect.blind import Blind
+from fp8watch.detect.clip_rate import ClipRate
 from fp8watch.detect.context import Context
+from fp8watch.detect.crest import Crest
 from fp8watch.detect.divergence import Divergence
 from fp8watch.detect.grad_spike import GradSpike
-from fp8watch.detect.incidents import Incident, Incidents
+from fp8watch.detect.incidents import PAUSE_SAMPLES, Incident, Incidents
+from fp8watch.detect.kurtosis import Kurtosis
 from fp8watch.detect.loss_spike import LossSpike
+from fp8watch.detect.no_progress import NoProgress
 from fp8watch.detect.nonfinite import Nonfinite
+from fp8watch.detect.rank_mismatch import RankMismatch
 from fp8watch.detect.saturation import Saturation
 from fp8watch.detect.scale_frozen import ScaleFrozen
+from fp8watch.detect.shadow_error import ShadowError
+from fp8watch.detect.stuck import Stuck
 from fp8watch.detect.underflow import Underflow
 from fp8watch.detect.update_rms import UpdateRms
+from fp8watch.detect.zero_grad import ZeroGrad
 from fp8watch.records import Finding
 
 logger = logging.getLogger(__name__)
 QUIET_STEPS = 20
 """Steps after a resume or rollback in which rules that rest on a baseline keep still."""
-BASELINE_RULES = frozenset({"loss_spike", "grad_spike", "divergence"})
+BASELINE_RULES = frozenset(
+    {"loss_spike", "grad_spike", "divergence", "amax_drift", "kurtosis", "zero_grad", "clip_rate"}
+)
 """Rules that a quiet period silences. What needs no baseline (numbers, scales, the learning rate) has none."""
-STATE_VERSION = 1
+EXPLAIN_SHADOW = ("scale_frozen", "saturation", "underflow")
+"""Detectors that say why a layer's FP8 GEMM is off, where they act: the probe's finding then stays a warning."""
+STATE_VERSION = 2
 
 
 def default_detectors() -> list[Detector]:
     """Every detector, those first whose findings explain the others'."""
     return [
-        Nonfinite(), ScaleFrozen(), AmaxJump(), UpdateRms(), Saturation(), Underflow(), LossSpike(), GradSpike(),
-        Divergence(),
+        Nonfinite(), RankMismatch(), ScaleFrozen(), AmaxJump(), UpdateRms(), Saturation(), Underflow(), Crest(),
+        ShadowError(), AmaxDrift(), Kurtosis(), AttentionLogit(), ZeroGrad(), ClipRate(), Stuck(), NoProgress(),
+        LossSpike(), GradSpike(), Divergence(), Blind(),
     ]  # fmt: skip
 
 
@@ -85,6 +102,7 @@ class Pipeline:
                 if not self.failures[detector.name]:
                     logger.exception("detector %s failed at step %s of run %s", detector.name, sample.step, self.run)
                 self.failures[detector.name] += 1
+                symptoms.append(_failed(detector.name, self.failures[detector.name], sample.step))
                 continue
             symptoms += seen
         state.context.push(sample, symptoms)
@@ -96,6 +114,8 @@ class Pipeline:
                 continue
             if symptom.detector == "divergence" and self._is_known_spike(symptom):
                 continue
+            if symptom.detector == "shadow_error" and symptom.severity == "act" and self._is_explained(symptom):
+                symptom = dataclasses.replace(symptom, severity="warn")
             finding = self._note(symptom, sample)
             if finding is not None:
                 findings.append(finding)
@@ -109,16 +129,27 @@ class Pipeline:
         """The run goes on from `step`: later steps are forgotten, incidents close, and a quiet time begins.
 
         Baselines keep what is still true (points up to `step`), so that a replayed step is not measured against
-        its own spike.
+        its own spike. A detector that cannot go back begins anew: a run that has been rolled back must not be judged
+        by incidents of the timeline it has left.
         """
         for detector in self._detectors:
-            rolled_back = getattr(detector, "rolled_back", None)
-            self._states[detector.name] = (
-                detector.start() if rolled_back is None else rolled_back(self._states[detector.name], step)
-            )
+            self._states[detector.name] = self._rolled_back(detector, step)
         self._state.context.cut(step)
         self._state.incidents.open.clear()
         self._state.quiet_until = step + QUIET_STEPS
+
+    def _rolled_back(self, detector: Detector, step: int) -> Any:
+        rolled_back = getattr(detector, "rolled_back", None)
+        if rolled_back is None:
+            return detector.start()
+        try:
+            return rolled_back(self._states[detector.name], step)
+        except Exception:
+            logger.exception(
+                "detector %s cannot go back to step %s of run %s, begins anew", detector.name, step, self.run
+            )
+            self.failures[detector.name] += 1
+            return detector.start()
 
     def dump(self) -> bytes:
         """Everything known, so that `load` elsewhere continues exactly."""
@@ -142,10 +173,31 @@ class Pipeline:
         first: int = symptom.evidence["window_steps"][0]
         return self._state.context.find("loss_spike", "act", since=first) is not None
 
+    def _attribute(self, symptom: Symptom, modules: Sequence[str]) -> Attribution:
+        try:
+            return attribute(symptom, self._state.context, modules)
+        except Exception:  # what is wrong is known and must be said, though not why
+            if not self.failures["attribution"]:
+                logger.exception("no cause could be weighed for %s of run %s", symptom.detector, self.run)
+            self.failures["attribution"] += 1
+            return Attribution(cause="unknown", evidence={"attribution": "failed"})
+
+    def _is_explained(self, symptom: Symptom) -> bool:
+        """Whether something that acts on its own account explains an error of a layer's GEMM."""
+        since = symptom.onset_step - QUIET_STEPS
+        return any(self._state.context.find(name, "act", since=since) is not None for name in EXPLAIN_SHADOW)
+
     def _note(self, symptom: Symptom, sample: Sample) -> Finding | None:
         incidents = self._state.incidents
         incident = incidents.open.get(symptom.detector)
-        modules = list(dict.fromkeys(sample.tensors[i].module for i in symptom.tensors))
+        onset = symptom.onset_step
+        if incident is not None:
+            if incident.silent_samples > PAUSE_SAMPLES:
+                incident.spell_onset = onset
+            if _is_another(symptom, sample, incident):
+                onset = onset if _is_elsewhere(symptom, sample, incident) else incident.spell_onset
+                incident = None
+        modules = list(dict.fromkeys([*(sample.tensors[i].module for i in symptom.tensors), *symptom.modules]))
         tensors = [sample.tensors[i].name for i in symptom.tensors]
         if incident is not None:
             incident.last_seen_step, incident.silent_samples = sample.step, 0
@@ -154,7 +206,7 @@ class Pipeline:
             incident.evidence |= symptom.evidence
             if incident.severity == "act" or symptom.severity == "warn":
                 return None
-        verdict = attribute(symptom, self._state.context)
+        verdict = self._attribute(symptom, modules)
         if incident is None:
             incident = Incident(
                 id=incidents.next_incident(),
@@ -162,7 +214,8 @@ class Pipeline:
                 severity=symptom.severity,
                 cause=verdict.cause,
                 attempt=sample.attempt,
-                onset_step=symptom.onset_step,
+                onset_step=onset,
+                spell_onset=onset,
                 first_step=sample.step,
                 last_seen_step=sample.step,
                 layers=modules,
@@ -189,3 +242,30 @@ class Pipeline:
         )
         incident.findings.append(finding.id)
         return finding
+
+
+def _failed(detector: str, times: int, step: int) -> Symptom:
+    """A detector that fails sees nothing: that must not look like nothing to see."""
+    return Symptom(
+        detector="blind",
+        severity="warn",
+        step=step,
+        onset_step=step,
+        evidence={"failed_detector": detector, "failures": times},
+    )
+
+
+def _is_another(symptom: Symptom, sample: Sample, incident: Incident) -> bool:
+    """Whether what has to be acted on is something else than what the open incident warned of: in a tensor that it did
+    not name, or after a pause.
+
+    A weight that jumps while some gradients have clipped a little for a hundred steps did not begin with them; with
+    their onset, every checkpoint since would be condemned and nothing be left to go back to.
+    """
+    if symptom.severity != "act" or incident.severity == "act" or not symptom.tensors:
+        return False
+    return _is_elsewhere(symptom, sample, incident) or incident.spell_onset > incident.onset_step
+
+
+def _is_elsewhere(symptom: Symptom, sample: Sample, incident: Incident) -> bool:
+    return sample.tensors[symptom.tensors[0]].name not in incident.tensors

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
-from fp8watch.detect.tensors import Array, Rows, names_of, observed
-from fp8watch.formats import FORMATS
+from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved, observed, table_of
 
 WINDOW = 8
 """Steps looked back on."""
@@ -38,8 +37,8 @@ class SaturationState(msgspec.Struct):
 
     depth: Rows = msgspec.field(default_factory=Rows)
     share: Rows = msgspec.field(default_factory=Rows)
-    onset: dict[str, int] = {}
-    """Step at which each tensor that clips now began to."""
+    onset: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[num_tensors] step at which each tensor that clips now began to, -1 for the others."""
 
 
 class Saturation:
@@ -60,34 +59,32 @@ class Saturation:
         amax, scale = observed(sample, "amax_last") or observed(sample, "amax"), observed(sample, "scale")
         if amax is None or scale is None:
             return state, []
-        names = names_of(sample)
-        state.depth.follow(names, WINDOW)
-        state.share.follow(names, WINDOW)
-        high = sample.values.get("high_precision", np.zeros(len(names), np.uint8)).astype(np.bool_)
-        top = np.array([FORMATS[column.fp8_format].max for column in sample.tensors])
+        table = table_of(sample)
+        order = moved(table.names, state.depth.names)
+        if order is not None:
+            state.onset = carried(state.onset, order, -1)
+        state.depth.follow(table.names, WINDOW)
+        state.share.follow(table.names, WINDOW)
+        high = high_precision(sample)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            depth = np.log2(amax[0] * scale[0] / top)
+            depth = np.log2(amax[0] * scale[0] / table.top)
         usable = amax[1] & scale[1] & ~high & np.isfinite(depth)
-        state.depth.push(np.arange(len(names)), np.where(usable, depth, np.nan))
+        state.depth.push(np.where(usable, depth, np.nan))
         share = self._share(sample, high)
         if share is not None:
-            rows = np.flatnonzero(np.isfinite(share))
             # Clipped at less than r = 2 an element is off by no more than the format's own steps add up to.
-            state.share.push(rows, np.where(depth[rows] > WARN_LOG2, share[rows], 0.0))
+            state.share.push(np.where(depth > WARN_LOG2, share, 0.0), np.isfinite(share))
         deep = (state.depth.values > ACT_LOG2).sum(axis=1)
         wide = (state.share.values > ACT_RATIO).sum(axis=1)
         now = usable & (depth > WARN_LOG2)
         act = usable & (depth > 0) & ((deep >= ACT_STEPS) | (wide >= ACT_STEPS))
-        state.onset = {
-            name: state.onset.get(name, sample.step)
-            for i, name in enumerate(names)
-            if now[i] or act[i] or (name in state.onset and (state.depth.values[i] > WARN_LOG2).any())
-        }
+        lasts = now | act | ((state.onset >= 0) & (state.depth.values > WARN_LOG2).any(axis=1))
+        state.onset = np.where(lasts, np.where(state.onset >= 0, state.onset, sample.step), -1)
         hit = np.flatnonzero(act) if act.any() else np.flatnonzero(now)
         if not len(hit):
             return state, []
-        order = sorted((int(i) for i in hit), key=lambda i: -float(depth[i]))
-        return state, [self._symptom(state, sample, order, depth, share, bool(act.any()))]
+        worst_first = [int(i) for i in hit[np.argsort(-depth[hit], kind="stable")]]
+        return state, [self._symptom(state, sample, worst_first, depth, share, bool(act.any()))]
 
     def _share(self, sample: Sample, high: Array) -> Array | None:
         saturated, quantized = observed(sample, "saturated"), observed(sample, "quantized")
@@ -112,7 +109,7 @@ class Saturation:
             detector=self.name,
             severity="act" if is_act else "warn",
             step=sample.step,
-            onset_step=min(state.onset.get(sample.tensors[i].name, sample.step) for i in order),
+            onset_step=min(int(state.onset[i]) for i in order),
             tensors=tuple(order),
             rank=sample.rank_of_extreme.get("amax"),
             evidence=evidence,

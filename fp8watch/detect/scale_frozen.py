@@ -26,6 +26,7 @@ import numpy as np
 
 from fp8watch.detect.amax_window import AmaxWindows, Array
 from fp8watch.detect.base import Sample, Symptom
+from fp8watch.detect.tensors import Table, carried, high_precision, moved, table_of
 from fp8watch.formats import FORMATS
 
 TOLERANCE = 0.01
@@ -50,6 +51,8 @@ class ScaleFrozenState(msgspec.Struct):
     """Steps for which the scale has been bit-identical."""
     was_high_precision: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     lengths: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    last_step: int | None = None
+    """The step entered last."""
 
 
 class ScaleFrozen:
@@ -64,6 +67,8 @@ class ScaleFrozen:
     def rolled_back(self, state: ScaleFrozenState, step: int) -> ScaleFrozenState:
         """Windows as they were after `step`; deviations are counted anew."""
         state.windows.cut(step)
+        # What came before `step` may be missing too: then the next step finds a gap.
+        state.last_step = None if state.last_step is None else min(state.last_step, step)
         state.deviating[:] = 0
         state.unchanged[:] = 0
         return state
@@ -72,18 +77,21 @@ class ScaleFrozen:
         """Judge the step's scales by the window through the step before, then enter its amax."""
         if "amax" not in sample.values or "scale" not in sample.values:
             return state, []
-        self._follow_layout(state, sample)
+        table = table_of(sample)
+        if not table.delayed.any():
+            return state, []
+        self._follow_layout(state, sample, table)
+        self._mind_the_gap(state, sample)
         amax, scale = sample.values["amax"], sample.values["scale"]
         seen = _valid(sample, "amax") & _valid(sample, "scale")
-        delayed = np.array([column.recipe == "delayed" for column in sample.tensors], dtype=np.bool_)
-        high = sample.values.get("high_precision", np.zeros(len(amax), np.uint8)).astype(np.bool_)
+        high = high_precision(sample)
         returning = state.was_high_precision & ~high
         if high.any() or returning.any():
             # In high precision no cast feeds the window; on return the scale comes from a shadow amax.
             state.windows.forget(np.flatnonzero(high | returning))
         state.was_high_precision = high
-        judged = seen & delayed & ~high & ~returning & np.isfinite(scale) & (scale > 0)
-        low, high_bound = self._demand(state, sample)
+        judged = seen & table.delayed & ~high & ~returning & np.isfinite(scale) & (scale > 0)
+        low, high_bound = self._demand(state, sample, table)
         with np.errstate(divide="ignore", invalid="ignore"):
             deviation = np.where(scale > high_bound, np.log2(scale / high_bound), 0.0)
             deviation = np.where(scale < low, np.log2(scale / low), deviation)
@@ -93,53 +101,46 @@ class ScaleFrozen:
         for row in np.flatnonzero(off & changed & (deviation > 0)):
             if self._is_purge(state, sample, int(row), float(scale[row])):
                 off[row] = False
-        poisoned = judged & self._is_max(sample) & (state.windows.infinite > 0) & (state.lengths > 1) & ~changed
+        poisoned = judged & table.is_max & (state.windows.infinite > 0) & (state.lengths > 1) & ~changed
         moving = seen & (amax != 0)
         state.onset = np.where((off | poisoned) & (state.deviating == 0), sample.step, state.onset)
         state.deviating = np.where(off | poisoned, state.deviating + moving, 0)
         state.unchanged = np.where(changed, 0, state.unchanged + 1)
         state.last_scale = np.where(seen, scale, state.last_scale).astype(np.float32)
-        self._enter(state, sample, seen & delayed & ~high)
+        self._enter(state, sample, seen & table.delayed & ~high)
         return state, self._report(state, sample, deviation, poisoned, (low, high_bound))
 
-    def _follow_layout(self, state: ScaleFrozenState, sample: Sample) -> None:
-        names = [column.name for column in sample.tensors]
-        lengths = np.array([max(1, column.history_len) for column in sample.tensors], dtype=np.int64)
-        if names == state.windows.names and np.array_equal(lengths, state.lengths):
+    def _mind_the_gap(self, state: ScaleFrozenState, sample: Sample) -> None:
+        """Steps that were never seen have entered the library's window and not ours: ours begins anew."""
+        if state.last_step is not None and sample.step > state.last_step + 1:
+            state.windows.forget(np.arange(len(state.windows.names)))
+            state.deviating[:] = 0
+        state.last_step = sample.step
+
+    def _follow_layout(self, state: ScaleFrozenState, sample: Sample, table: Table) -> None:
+        order = moved(table.names, state.windows.names)
+        if order is None and np.array_equal(table.lengths, state.lengths):
+            state.windows.names = table.names
             return
-        old = {name: i for i, name in enumerate(state.windows.names)}
-        state.windows.remap(names, lengths, from_start=sample.step == 1 and sample.attempt == 0)
-        rows = np.array([old.get(name, -1) for name in names], dtype=np.int64)
+        rows = np.arange(len(table.names)) if order is None else order
+        state.windows.remap(table.names, table.lengths, from_start=sample.step == 1 and sample.attempt == 0)
+        state.deviating, state.onset = carried(state.deviating, rows, 0), carried(state.onset, rows, 0)
+        state.last_scale, state.unchanged = carried(state.last_scale, rows, np.nan), carried(state.unchanged, rows, 0)
+        state.was_high_precision = carried(state.was_high_precision, rows, False)
+        state.lengths = table.lengths
 
-        def carried(values: Array, fill: Any) -> Array:
-            kept = np.full(len(names), fill, dtype=values.dtype)
-            kept[rows >= 0] = values[rows[rows >= 0]]
-            return kept
-
-        state.deviating, state.onset = carried(state.deviating, 0), carried(state.onset, 0)
-        state.last_scale, state.unchanged = carried(state.last_scale, np.nan), carried(state.unchanged, 0)
-        state.was_high_precision = carried(state.was_high_precision, False)
-        state.lengths = lengths
-
-    def _is_max(self, sample: Sample) -> Array:
-        return np.array([column.amax_compute_algo == "max" for column in sample.tensors], dtype=np.bool_)
-
-    def _demand(self, state: ScaleFrozenState, sample: Sample) -> tuple[Array, Array]:
+    def _demand(self, state: ScaleFrozenState, sample: Sample, table: Table) -> tuple[Array, Array]:
         """[num_tensors] smallest and largest scale that the step may rightly use; 0 and inf where unknown."""
-        windows = state.windows
-        top = np.array([FORMATS[c.fp8_format].max * 2.0**-c.margin for c in sample.tensors], dtype=np.float64)
-        is_max = self._is_max(sample)
+        windows, top, is_max = state.windows, table.top_with_margin, table.is_max
         latest = windows.latest().astype(np.float64)
         largest = np.where(is_max, windows.peak.astype(np.float64), np.where(np.isfinite(latest), latest, 0.0))
         complete = np.where(is_max, windows.is_complete(), windows.count > 0)
         # most_recent keeps the old scale when the newest amax is not finite; a NaN in a window may do either.
         known = (windows.count > 0) & (largest > 0) & np.where(is_max, windows.infinite == 0, np.isfinite(latest))
-        updates = np.array(
-            [sample.updates_backward if c.tensor.startswith("grad") else sample.updates_forward for c in sample.tensors]
-        )
-        upper_amax, lower_amax = largest.copy(), largest.copy()
-        several = updates > 1
-        if several.any():
+        upper_amax, lower_amax = largest, largest
+        if sample.updates_backward > 1 or sample.updates_forward > 1:
+            updates = np.where(table.is_grad, sample.updates_backward, sample.updates_forward)
+            several = updates > 1
             # The step's earlier micro-batches are in the window too; each is at most the step's amax.
             current = np.where(np.isfinite(sample.values["amax"]), sample.values["amax"], np.inf)
             upper_amax = np.where(several, np.maximum(upper_amax, current), upper_amax)

@@ -79,14 +79,17 @@ def judge(state: SpikeState, rule: SpikeRule, step: int, value: float) -> Judged
         state.stride = step - state.last_step
     state.last_step = step
     baseline = state.baseline
-    if len(baseline) < MIN_POINTS or not math.isfinite(baseline.noise):
-        if len(baseline) >= MIN_POINTS // 3:
-            baseline.hear(value - baseline.centre)
-        baseline.accept(step, value)
-        return Judged(z=0.0, rise=0.0, severity=None, onset_step=step, num_hot=0)
+    if len(baseline) < MIN_POINTS:
+        return _unjudged(baseline, step, value)
     floor = rule.floor * abs(baseline.centre) if rule.is_linear else rule.floor
-    sigma = max(baseline.noise, baseline.tail_noise(), floor, 1e-12)
+    sigma = max(baseline.tail_noise(), floor, 1e-12)
     rise = value - baseline.centre
+    if rise > HOT / 2 * sigma:
+        # Only here can the other noise, which is never smaller than nothing, make a difference.
+        noise = baseline.noise()
+        if not math.isfinite(noise):
+            return _unjudged(baseline, step, value)
+        sigma = max(noise, sigma)
     z = rise / sigma
     if len(state.run_steps) < HEARD_POINTS or z <= HOT:
         baseline.hear(rise)
@@ -101,6 +104,13 @@ def judge(state: SpikeState, rule: SpikeRule, step: int, value: float) -> Judged
     relative = rise / max(abs(baseline.centre), 1e-12) if rule.is_linear else math.expm1(min(rise, 700.0))
     severity = _severity(state, rule, sigma, relative)
     return Judged(z=z, rise=rise, severity=severity, onset_step=onset, num_hot=len(state.run_steps))
+
+
+def _unjudged(baseline: Baseline, step: int, value: float) -> Judged:
+    if len(baseline) >= MIN_POINTS // 3:
+        baseline.hear(value - baseline.centre)
+    baseline.accept(step, value)
+    return Judged(z=0.0, rise=0.0, severity=None, onset_step=step, num_hot=0)
 
 
 def _severity(state: SpikeState, rule: SpikeRule, sigma: float, relative: float) -> str | None:

@@ -1,7 +1,7 @@
 """Encoding of detector states, so that a standby controller continues exactly where another stopped.
 
-States are `msgspec` structs; numpy arrays inside them travel as (dtype, shape, bytes). Detectors consume the
-state they are given and may reuse its arrays; `encode` takes the snapshot.
+States are `msgspec` structs; numpy arrays inside them travel as (dtype, shape, bytes), amax windows thinned out.
+Detectors consume the state they are given and may reuse its arrays; `encode` takes the snapshot.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from typing import Any, TypeVar, get_origin
 import msgspec
 import numpy as np
 
+from fp8watch.detect.amax_window import AmaxWindows
+
 S = TypeVar("S")
 
 
 def _encode_hook(value: Any) -> Any:
+    if isinstance(value, AmaxWindows):
+        return value.packed()
     if isinstance(value, np.ndarray):
         return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
     if isinstance(value, np.generic):
@@ -23,6 +27,8 @@ def _encode_hook(value: Any) -> Any:
 
 
 def _decode_hook(kind: Any, value: Any) -> Any:
+    if kind is AmaxWindows:
+        return AmaxWindows.unpacked(value)
     if kind is np.ndarray or get_origin(kind) is np.ndarray:
         dtype, shape, data = value
         return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
-from fp8watch.detect.tensors import Array, Rows, names_of, observed
+from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved, observed, table_of
 
 WINDOW = 32
 """Ordinary sampled steps that make a tensor's baseline."""
@@ -43,10 +43,11 @@ class UnderflowState(msgspec.Struct):
     ordinary: Rows = msgspec.field(default_factory=Rows)
     snr: Rows = msgspec.field(default_factory=Rows)
     """Signal-to-noise ratios of the same steps, dB."""
-    over: dict[str, int] = {}
-    hurt: dict[str, int] = {}
-    """For how many it has been bad enough to act."""
-    onset: dict[str, int] = {}
+    over: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[num_tensors] sampled steps in a row above the warning's limit."""
+    hurt: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[num_tensors] the same for those bad enough to act."""
+    onset: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 class Underflow:
@@ -60,7 +61,7 @@ class Underflow:
 
     def rolled_back(self, state: UnderflowState, step: int) -> UnderflowState:
         """Baselines hold only ordinary shares and stay true; what was under way is not."""
-        state.over, state.hurt, state.onset = {}, {}, {}
+        state.over[:], state.hurt[:], state.onset[:] = 0, 0, 0
         return state
 
     def update(self, state: UnderflowState, sample: Sample) -> tuple[UnderflowState, list[Symptom]]:
@@ -68,46 +69,50 @@ class Underflow:
         lost, quantized = observed(sample, "underflowed"), observed(sample, "quantized")
         if lost is None or quantized is None:
             return state, []
-        names = names_of(sample)
-        state.ordinary.follow(names, WINDOW)
-        high = sample.values.get("high_precision", np.zeros(len(names), np.uint8)).astype(np.bool_)
-        usable = lost[1] & quantized[1] & (quantized[0] > 0) & ~high
+        table = table_of(sample)
+        order = moved(table.names, state.ordinary.names)
+        if order is not None:
+            state.over, state.hurt = carried(state.over, order, 0), carried(state.hurt, order, 0)
+            state.onset = carried(state.onset, order, 0)
+        state.ordinary.follow(table.names, WINDOW)
+        usable = lost[1] & quantized[1] & (quantized[0] > 0) & ~high_precision(sample)
         share = np.where(usable, lost[0] / np.maximum(quantized[0], 1), 0.0)
-        has_past = state.ordinary.count() >= MIN_BASELINE
-        median = np.nan_to_num(state.ordinary.median())
-        lost_db = self._lost_db(state, sample, names)
+        has_past = state.ordinary.held >= MIN_BASELINE
+        median = np.nan_to_num(state.ordinary.median(np.arange(len(share))))
+        lost_db = self._lost_db(state, sample, table.names)
         is_hurt = has_past & (share > np.maximum(ACT_RATIO, TIMES * median)) & (lost_db > ACT_LOSS_DB)
         is_gone = share > np.where(has_past, np.maximum(ACT_ALONE, TIMES * median.clip(max=0.3)), ACT_ALONE)
         warn_limit = np.where(has_past, np.maximum(WARN_RATIO, TIMES * median), ACT_ALONE)
         act, warn = usable & (is_hurt | is_gone), usable & (share > warn_limit)
-        state.over = {names[i]: state.over.get(names[i], 0) + 1 for i in np.flatnonzero(warn | act)}
-        state.onset = {names[i]: state.onset.get(names[i], sample.step) for i in np.flatnonzero(warn | act)}
-        rows = np.flatnonzero(usable & ~warn & ~act)
-        state.ordinary.push(rows, share[rows])
+        either = warn | act
+        state.onset = np.where(either, np.where(state.over > 0, state.onset, sample.step), 0)
+        state.over = np.where(either, state.over + 1, 0)
+        state.hurt = np.where(act, state.hurt + 1, 0)
+        ordinary = usable & ~either
+        state.ordinary.push(share, ordinary)
         ratio = observed(sample, "snr")
         if ratio is not None:
-            state.snr.push(rows, np.where(ratio[1] & np.isfinite(ratio[0]), ratio[0], np.nan)[rows])
-        state.hurt = {names[i]: state.hurt.get(names[i], 0) + 1 for i in np.flatnonzero(act)}
-        lasting = [int(i) for i in np.flatnonzero(warn | act) if state.over[names[int(i)]] >= WARN_STEPS]
-        persistent = [i for i in lasting if state.hurt.get(names[i], 0) >= ACT_STEPS]
-        hit = persistent or lasting
-        if not hit:
+            state.snr.push(np.where(ratio[1] & np.isfinite(ratio[0]), ratio[0], np.nan), ordinary)
+        lasting = either & (state.over >= WARN_STEPS)
+        persistent = lasting & (state.hurt >= ACT_STEPS)
+        hit = np.flatnonzero(persistent) if persistent.any() else np.flatnonzero(lasting)
+        if not len(hit):
             return state, []
-        order = sorted(hit, key=lambda i: -float(share[i]))
-        worst = order[0]
+        worst_first = [int(i) for i in hit[np.argsort(-share[hit], kind="stable")]]
+        worst = worst_first[0]
         evidence: dict[str, Any] = {
             "underflowed_ratio": float(share[worst]),
             "ordinary_ratio": float(median[worst]) if has_past[worst] else None,
             "snr_loss_db": round(float(lost_db[worst]), 1) if lost_db[worst] > -np.inf else None,
-            "num_tensors": len(order),
+            "num_tensors": len(worst_first),
         }
         return state, [
             Symptom(
                 detector=self.name,
-                severity="act" if persistent else "warn",
+                severity="act" if persistent.any() else "warn",
                 step=sample.step,
-                onset_step=min(state.onset[names[i]] for i in order),
-                tensors=tuple(order),
+                onset_step=min(int(state.onset[i]) for i in worst_first),
+                tensors=tuple(worst_first),
                 evidence=evidence,
             )
         ]
@@ -118,6 +123,6 @@ class Underflow:
         ratio = observed(sample, "snr")
         if ratio is None:
             return np.full(len(names), -np.inf)
-        median = state.snr.median()
+        median = state.snr.median(np.arange(len(names)))
         usable = ratio[1] & np.isfinite(ratio[0]) & np.isfinite(median)
         return np.where(usable, median - ratio[0], -np.inf)

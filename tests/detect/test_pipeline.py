@@ -63,7 +63,7 @@ def test_a_quiet_time_silences_baseline_rules_only(quiet: bool) -> None:
     assert {f.detector for f in findings(samples)} == ({"nonfinite"} if quiet else {"nonfinite", "loss_spike"})
 
 
-def test_a_new_attempt_forgets_what_did_not_happen_and_begins_quietly() -> None:
+def test_a_new_attempt_forgets_what_did_not_happen_and_begins_quietly() -> None:  # case: SPK-05
     pipeline = Pipeline("run")
     values = np.full(160, 2.0)
     values[140:] = 6.0
@@ -129,7 +129,8 @@ class Broken:
 def test_a_detector_that_fails_takes_nothing_from_the_others_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = Pipeline("r", [Broken(), *default_detectors()])
     found = [finding for step in range(1, 40) for finding in pipeline.observe(bad_loss_at(30, step))]
-    assert [finding.detector for finding in found] == ["nonfinite"]
+    assert [(finding.detector, finding.severity) for finding in found] == [("blind", "warn"), ("nonfinite", "act")]
+    assert found[0].evidence["failed_detector"] == "broken"
     assert pipeline.failures == {"broken": 39}
     assert len(caplog.records) == 1
 

@@ -1,0 +1,149 @@
+"""Slow rises of one value a tensor: means over blocks of points, on three time scales.
+
+A spike detector's baseline follows a drift and never sees it. Here the points of a tensor are averaged over blocks of
+`BLOCK`; eight blocks make one of the next scale. A tensor is rising when each of the last `KEEP` blocks of a scale lies
+above the one before it (chance 1/5040 for 7 blocks without a trend) and the rise, with its largest step left out and
+the rest scaled up to the window, is beyond `SIGMA` times the blocks' scatter around a straight line, and not coming to
+an end: the last three steps make at least `STEADY` of what the first three do. Leaving the largest step out tells a
+drift from a level shift; growth that slows down is a model that settles. Nothing is said before a scale has seen two
+windows: a young model moves everywhere. Points are clipped to `CLIP` around the block before, so that a
+single outlier moves a mean by a thirty-second of that. Cost: two additions a tensor and step.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from fp8watch.detect.tensors import Array, carried, moved
+
+BLOCK = 32
+"""Points a block of the finest scale."""
+FACTOR = 8
+"""Blocks that make one of the next scale."""
+SCALES = 3
+"""Windows of 224, 1,792 and 14,336 points."""
+KEEP = 7
+"""Blocks looked at."""
+CLIP = 1.0
+"""What a point may lie away from the block before (log2 units: a bit)."""
+SIGMA = 6.0
+"""Scatters of the blocks that a rise must exceed."""
+STEADY = 0.7
+"""Rise of the window's last three steps over that of its first three, at least."""
+
+
+class Scale(msgspec.Struct):
+    """One time scale."""
+
+    blocks: Array
+    """[num_tensors, KEEP] float32 means, oldest first, NaN where there is none."""
+    sums: Array
+    """[num_tensors] of the block under way: finished blocks of the scale below it (points at the finest)."""
+    counts: Array
+    points: int = 0
+    """How many went in, whether or not a tensor was observed in them."""
+    firsts: list[int] = []
+    """Step at which each block of `blocks` began."""
+    begun: int = -1
+    ended: int = 0
+    """Blocks that have ended since the beginning."""
+
+
+class Trends(msgspec.Struct):
+    """All scales of all tensors."""
+
+    names: list[str] = []
+    scales: list[Scale] = []
+
+    def follow(self, names: list[str]) -> None:
+        """Match the sample's tensors by name; new ones start empty."""
+        rows = moved(names, self.names)
+        if not self.scales:
+            self.scales = [_empty(len(names)) for _ in range(SCALES)]
+        elif rows is not None:
+            for scale in self.scales:
+                scale.blocks = carried(scale.blocks, rows, np.nan)
+                scale.sums, scale.counts = carried(scale.sums, rows, 0), carried(scale.counts, rows, 0)
+        self.names = names
+
+    def push(self, values: Array, usable: Array, step: int) -> list[int]:
+        """Take one point a tensor in; the scales of which a block has ended with it."""
+        fine = self.scales[0]
+        level = fine.blocks[:, -1]
+        with np.errstate(invalid="ignore"):
+            near = np.where(np.isnan(level), values, np.clip(values, level - CLIP, level + CLIP))
+        if usable.all():
+            fine.sums += near
+            fine.counts += 1
+        else:
+            fine.sums += np.where(usable, near, 0.0)
+            fine.counts += usable
+        fine.begun = step if fine.points == 0 else fine.begun
+        fine.points += 1
+        ended = []
+        for i, scale in enumerate(self.scales):
+            if scale.points < (BLOCK if i == 0 else FACTOR):
+                break
+            mean = _close(scale)
+            ended.append(i)
+            if i + 1 < SCALES:
+                _add(self.scales[i + 1], mean, scale.firsts[-1])
+        return ended
+
+    def rise(self, i: int) -> Array:
+        """[num_tensors] how far a scale's window has risen by its steady part; 0 where it is not rising for sure."""
+        scale = self.scales[i]
+        if len(scale.firsts) < KEEP or scale.ended < 2 * KEEP:
+            return np.zeros(len(scale.sums))
+        blocks = scale.blocks.astype(np.float64)
+        steps = np.diff(blocks, axis=1)
+        rise = (steps.sum(axis=1) - steps.max(axis=1)) * (KEEP - 1) / (KEEP - 2)
+        x = np.arange(KEEP) - (KEEP - 1) / 2
+        line = (blocks @ x / (x @ x))[:, None] * x
+        scatter = np.sqrt(((blocks - blocks.mean(axis=1)[:, None] - line) ** 2).sum(axis=1) / (KEEP - 2))
+        with np.errstate(invalid="ignore"):
+            is_steady = steps[:, -3:].sum(axis=1) >= STEADY * steps[:, :3].sum(axis=1)
+            is_rising = (steps > 0).all(axis=1) & (rise > SIGMA * scatter) & is_steady
+        return np.where(is_rising, rise, 0.0)
+
+    def window(self, i: int) -> tuple[int, int]:
+        """First step of a scale's window, and its length in points."""
+        return self.scales[i].firsts[0], KEEP * BLOCK * FACTOR**i
+
+    def cut(self, step: int) -> None:
+        """A rollback to `step`: blocks that reach beyond it, and those under way, are forgotten."""
+        for scale in self.scales:
+            ends = [*scale.firsts[1:], scale.begun if scale.points else 2**62]
+            keep = sum(end <= step + 1 for end in ends)
+            gone = len(scale.firsts) - keep
+            if gone > 0:
+                scale.blocks[:, gone:] = scale.blocks[:, : KEEP - gone].copy()
+                scale.blocks[:, :gone] = np.nan
+                del scale.firsts[keep:]
+            scale.sums[:], scale.counts[:], scale.points = 0, 0, 0
+
+
+def _empty(num: int) -> Scale:
+    return Scale(
+        blocks=np.full((num, KEEP), np.nan, dtype=np.float32), sums=np.zeros(num), counts=np.zeros(num, dtype=np.int64)
+    )
+
+
+def _add(scale: Scale, mean: Array, first: int) -> None:
+    seen = np.isfinite(mean)
+    scale.sums += np.where(seen, mean, 0.0)
+    scale.counts += seen
+    scale.begun = first if scale.points == 0 else scale.begun
+    scale.points += 1
+
+
+def _close(scale: Scale) -> Array:
+    """End the block under way; its means, NaN where fewer than half of its points were observed."""
+    enough = scale.counts * 2 >= scale.points
+    mean: Array = np.where(enough, scale.sums / np.maximum(scale.counts, 1), np.nan)
+    scale.blocks[:, :-1] = scale.blocks[:, 1:]
+    scale.blocks[:, -1] = mean
+    scale.firsts = [*scale.firsts, scale.begun][-KEEP:]
+    scale.sums[:], scale.counts[:], scale.points, scale.ended = 0, 0, 0, scale.ended + 1
+    return mean

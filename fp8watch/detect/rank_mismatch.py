@@ -1,0 +1,130 @@
+"""rank_mismatch: ranks that held the same hold it no longer.
+
+Replicas of data parallelism have the same parameters to the bit, and ranks whose amaxes are reduced together the same
+scales. Which ranks belong together depends on how the model is cut up, and nobody has to tell: ranks whose checksum
+was equal while it changed `LEARN` times form a group, and one that leaves its group for `STEPS` observations in a row
+is an act symptom. The smaller side of the group is named (with two ranks there is none; then no rank is). Two
+checksums: `scale_checksum`, of all scales of a step, and `param_checksum`, of a sample of the parameters.
+Source: detector default D12, precursor P20 (Megatron-LM pull request 442: amax reduced over the wrong group, every
+FP8 run of a 40 B model diverged after about 1,000 steps).
+Cannot see: ranks that never agreed; differences outside the sample of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import msgspec
+
+from fp8watch.detect.base import Sample, Symptom
+
+LEARN = 8
+"""Changes of the value that ranks must have gone through together."""
+STEPS = 2
+"""Observations in a row that must differ."""
+
+
+class Quantity(msgspec.Struct):
+    """One checksum."""
+
+    values: dict[int, float] = {}
+    """Rank -> newest value."""
+    group: dict[int, int] = {}
+    """Rank -> the lowest rank it has agreed with."""
+    together: dict[int, int] = {}
+    """Rank -> changes gone through in agreement with `group`."""
+    apart: dict[int, int] = {}
+    """Rank -> observations in a row in which it, known to belong to its group, has differed."""
+    onset: dict[int, int] = {}
+
+
+class RankMismatchState(msgspec.Struct):
+    """Name of the checksum -> what is known of it."""
+
+    quantities: dict[str, Quantity] = {}
+
+
+class RankMismatch:
+    """Checksums of ranks against each other."""
+
+    name = "rank_mismatch"
+
+    def start(self) -> RankMismatchState:
+        """Nothing known."""
+        return RankMismatchState()
+
+    def rolled_back(self, state: RankMismatchState, step: int) -> RankMismatchState:
+        """Groups stay what they are; all ranks were restored from the same checkpoint."""
+        for quantity in state.quantities.values():
+            quantity.values, quantity.apart, quantity.onset = {}, {}, {}
+        return state
+
+    def update(self, state: RankMismatchState, sample: Sample) -> tuple[RankMismatchState, list[Symptom]]:
+        """Look at one step of several ranks; others pass."""
+        if len(sample.rank_values) == 0:
+            return state, []
+        symptoms: list[Symptom] = []
+        for name, values in sample.rank_values.items():
+            if len(values) < 2:
+                continue
+            quantity = state.quantities.setdefault(name, Quantity())
+            apart = _look(quantity, values, sample.step)
+            if apart:
+                symptoms.append(_symptom(self.name, name, quantity, values, apart, sample))
+        return state, symptoms[:1]
+
+
+def _look(quantity: Quantity, values: dict[int, float], step: int) -> list[int]:
+    """The ranks that have left their group for long enough."""
+    lowest: dict[float, int] = {}
+    for rank in sorted(values):
+        lowest.setdefault(values[rank], rank)
+    members: dict[int, list[int]] = defaultdict(list)
+    for rank, first in quantity.group.items():
+        if quantity.together[rank] >= LEARN and rank in values:
+            members[first].append(rank)
+    odd: set[int] = set()
+    for ranks in members.values():
+        counts = Counter(values[rank] for rank in ranks)
+        if len(counts) > 1:
+            usual, most = counts.most_common(1)[0]
+            is_tied = sum(count == most for count in counts.values()) > 1
+            odd |= set(ranks) if is_tied else {rank for rank in ranks if values[rank] != usual}
+    for rank, value in values.items():
+        has_changed = quantity.values.get(rank) != value
+        if rank in odd:
+            quantity.apart[rank] = quantity.apart.get(rank, 0) + 1
+            quantity.onset.setdefault(rank, step)
+            continue
+        quantity.apart.pop(rank, None)
+        quantity.onset.pop(rank, None)
+        if quantity.together.get(rank, 0) >= LEARN:
+            continue
+        if quantity.group.get(rank) != lowest[value]:
+            quantity.group[rank], quantity.together[rank] = lowest[value], 0
+        elif has_changed:
+            quantity.together[rank] += 1
+    quantity.values = dict(values)
+    return sorted(rank for rank, count in quantity.apart.items() if count >= STEPS)
+
+
+def _symptom(
+    detector: str, name: str, quantity: Quantity, values: dict[int, float], apart: list[int], sample: Sample
+) -> Symptom:
+    group = [rank for rank in values if quantity.group.get(rank) == quantity.group[apart[0]]]
+    evidence: dict[str, Any] = {
+        "of": name,
+        "ranks": apart,
+        "group_size": len(group),
+        "is_one_rank": len(apart) == 1,
+        "first_bad_step": min(quantity.onset[rank] for rank in apart),
+    }
+    return Symptom(
+        detector=detector,
+        severity="act",
+        step=sample.step,
+        onset_step=int(evidence["first_bad_step"]),
+        rank=apart[0] if len(apart) == 1 else None,
+        evidence=evidence,
+    )
