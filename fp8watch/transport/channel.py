@@ -20,6 +20,7 @@ from fp8watch.records import Message, Reply
 from fp8watch.settings import Settings
 from fp8watch.transport import forks, places
 from fp8watch.transport.link import Link
+from fp8watch.transport.opening import Opening
 from fp8watch.transport.process import AgentProcess
 from fp8watch.transport.queue import OutgoingQueue
 
@@ -51,22 +52,36 @@ class Channel:
         self._link: Link | None = None
         address, process = self._resolve(run, local_rank)
         if address is not None:
-            self._link = Link(address=address, settings=settings, queue=self._queue, process=process)
+            self._link = Link(
+                address=address, settings=settings, queue=self._queue, process=process, dropped_before=self._dropped
+            )
         forks.watch(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Messages dropped so far, by reason: queue_full, disconnected, too_large, unencodable, closed."""
+        """Messages dropped so far, by reason: queue_full, disconnected, too_large, unencodable, closed, forged,
+        ring_full."""
         total = self._dropped + self._queue.overflowed
         if self._link is not None:
             total += self._link.dropped
         return dict(total)
 
+    def count_dropped(self, reason: str, count: int = 1) -> None:
+        """Count something that was not passed on, here or by the caller."""
+        self._dropped[reason] += count
+
     @property
     def is_connected(self) -> bool:
         """Whether the agent is connected now."""
         return self._link is not None and self._link.is_connected
+
+    def await_agent(self, timeout_seconds: float) -> bool:
+        """Wait until the agent is connected; False when it is not within the time, or will not be at all."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.is_connected and self.is_watched and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.is_connected
 
     @property
     def is_watched(self) -> bool:
@@ -74,9 +89,13 @@ class Channel:
         return self._link is not None and not self._link.has_given_up
 
     def set_preamble(self, messages: Sequence[Message]) -> None:
-        """Replace what is sent first on every connection made from now on: hello, layout, checkpoints."""
-        if self._link is not None and not self._is_forked:
-            self._link.preamble = tuple(messages)
+        """What connections open with: hello, layout, checkpoints. Given once, before anything is sent.
+
+        Whatever changes in them later is sent as a message like any other: a connection that is made anew opens with
+        what was in force when the message that it goes on with was queued (`fp8watch.transport.opening`).
+        """
+        if self._link is not None and not self._is_forked and not self._is_started:
+            self._link.open_with(Opening(messages))
             self._start()
 
     def send(self, message: Message) -> bool:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from fp8watch import wire
 from fp8watch.errors import WireError
 from fp8watch.records import Goodbye, Message, Reply, StepFrame, Welcome
 from fp8watch.settings import Settings
+from fp8watch.transport.opening import Opening
 from fp8watch.transport.process import AgentProcess
 from fp8watch.transport.queue import OutgoingQueue
 
@@ -33,6 +35,8 @@ FIRST_RETRY_SECONDS = 0.05
 MAX_RETRY_SECONDS = 1.0
 STABLE_SECONDS = 2.0
 """A connection that lasted this long was good: the next attempts are quick again."""
+ABSENT_SECONDS = 1.0
+"""What the end of a training waits for an agent that is not there and that nobody here starts."""
 READ_BYTES = 256 * 1024
 
 
@@ -40,22 +44,30 @@ class Link(threading.Thread):
     """One connection to an agent, made again whenever it breaks. `process` None: somebody else runs the agent."""
 
     def __init__(
-        self, *, address: Path, settings: Settings, queue: OutgoingQueue, process: AgentProcess | None
+        self,
+        *,
+        address: Path,
+        settings: Settings,
+        queue: OutgoingQueue,
+        process: AgentProcess | None,
+        dropped_before: Mapping[str, int] | None = None,
     ) -> None:
+        """`dropped_before`: what the training thread has dropped before it came to the queue, by reason."""
         super().__init__(name="fp8watch-transport", daemon=True)
         self._address = address
         self._settings = settings
         self._queue = queue
         self._process = process
+        self._dropped_before = {} if dropped_before is None else dropped_before
         self._socket: socket.socket | None = None
         self._splitter = wire.Splitter()
         self._preamble: deque[Message] = deque()
+        self._opening = Opening([])
         self._current: Message | None = None
         self._pending = memoryview(b"")
         self._stop = threading.Event()
         self._deadline = 0.0
         self._warned: set[str] = set()
-        self.preamble: tuple[Message, ...] = ()
         self.inbox: deque[Reply] = deque(maxlen=4096)
         self.notes: deque[str] = deque(maxlen=256)
         self.dropped: Counter[str] = Counter()
@@ -64,6 +76,10 @@ class Link(threading.Thread):
         self.has_given_up = False
         self.num_connections = 0
         self.finished = threading.Event()
+
+    def open_with(self, opening: Opening) -> None:
+        """What connections open with. Before `start` only."""
+        self._opening = opening
 
     def run(self) -> None:
         """Thread body; ends after `stop` or when the process is given up."""
@@ -75,6 +91,7 @@ class Link(threading.Thread):
             self._give_up(f"transport failed ({error!r}); training goes on unwatched")
         finally:
             self._disconnect()
+            self._say_what_is_left()
             self.finished.set()
             if self._process is not None:
                 if self.num_connections == 0:
@@ -82,7 +99,10 @@ class Link(threading.Thread):
                 self._process.reap(self._settings.end_grace_seconds + 5.0)
 
     def stop(self, deadline: float) -> None:
-        """Send what is queued until `deadline` (time.monotonic), then close."""
+        """Send what is queued until `deadline` (time.monotonic), then close; an absent agent of somebody else's is not
+        waited for so long."""
+        if self._process is None and not self.is_connected:
+            deadline = min(deadline, time.monotonic() + ABSENT_SECONDS)
         self._deadline = deadline
         self._stop.set()
 
@@ -146,7 +166,7 @@ class Link(threading.Thread):
             self._socket = None
             return False
         self._splitter = wire.Splitter()
-        self._preamble = deque(self.preamble)
+        self._preamble = deque(self._opening.messages())
         self._pending = memoryview(b"")
         unsent, self._current = self._current, None
         if unsent is not None and unsent not in self._preamble:
@@ -194,7 +214,8 @@ class Link(threading.Thread):
                 return
             if self._pending:
                 self._pending = self._pending[connection.send(self._pending) :]
-                if not self._pending:
+                if not self._pending and self._current is not None:
+                    self._opening.passed(self._current)
                     self._current = None
             elif events and not events[0][1] & select.POLLIN:  # hung up or in error, nothing left to read
                 self._disconnect()
@@ -209,7 +230,8 @@ class Link(threading.Thread):
         if message is None:
             return
         if isinstance(message, StepFrame | Goodbye):
-            dropped = self.dropped + self._queue.overflowed
+            # Copies, made in one go: the training thread counts on.
+            dropped = self.dropped + Counter(dict(self._queue.overflowed)) + Counter(dict(self._dropped_before))
             if dropped:
                 message = msgspec.structs.replace(message, dropped=dict(dropped))
         try:
@@ -248,8 +270,8 @@ class Link(threading.Thread):
 
     def _keep_process(self, process: AgentProcess) -> bool:
         """See to it that a process runs; False when it is given up."""
-        if process.is_running() or self._stop.is_set():
-            return True
+        if process.is_running() or (self._stop.is_set() and process.num_starts > 0):
+            return True  # a training that is over before it could be started is worth a record too
         is_restart = process.num_starts > 0
         if is_restart and not process.has_restarts_left():
             self._give_up(
@@ -271,6 +293,12 @@ class Link(threading.Thread):
         self.has_given_up = True
         while self._queue.take() is not None:
             self.dropped["disconnected"] += 1
+
+    def _say_what_is_left(self) -> None:
+        """Nobody asks for notes or counters any more."""
+        left = len(self._queue) + (self._current is not None)
+        if left and not self.has_given_up:
+            logger.warning("fp8watch: %d messages were not sent: no agent at %s took them", left, self._address)
 
     def _warn_once(self, warning: str) -> None:
         if warning not in self._warned and len(self._warned) < 64:

@@ -15,6 +15,9 @@ from pathlib import Path
 MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` holds 108 bytes with the closing zero (unix(7))."""
 
+UNWRITABLE = "FP8WATCH_DIR cannot be written"
+"""How the background process begins to say so: a rank that has said it already does not warn again."""
+
 
 def run_folder(directory: Path, run: str) -> Path:
     """`directory/runs/<run>`; characters that do not belong into a file name are replaced, with a digest added."""

@@ -13,7 +13,7 @@ import pytest
 from watched_training import stored_steps
 
 from fp8watch.controller.store_sqlite import SqliteStore
-from fp8watch.records import CheckpointRecord
+from fp8watch.records import CheckpointRecord, StepFrame
 
 PROGRAM = Path(__file__).with_name("bit_identity_program.py")
 COMPARED = (
@@ -26,7 +26,7 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8WATCH_")}
     environment |= {
         "OMP_NUM_THREADS": "1", "FP8WATCH_DIR": str(folder / "fp8watch"), "FP8WATCH_RUN": mode,
-        "FP8WATCH_METRICS_PORT": "0",
+        "FP8WATCH_METRICS_PORT": "0", "FP8WATCH_WHAT_IF_EVERY": "3", "FP8WATCH_SHADOW_EVERY": "2",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-W", "error", str(PROGRAM), mode], cwd=folder, env=environment, capture_output=True,
@@ -60,5 +60,7 @@ def test_attached_is_bit_identical(bare, mode, tmp_path):
     store = SqliteStore(path)
     try:
         assert {record.step for record in store.read(mode, CheckpointRecord)} >= {10, 20}
+        closer = [frame for frame in store.read(mode, StepFrame) if "shadow_error" in frame.columns]
+        assert len(closer) == 14  # every second step but the first had a probe
     finally:
         store.close()

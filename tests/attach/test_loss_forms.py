@@ -72,7 +72,7 @@ def test_raw_nonfinite_loss_is_taken_whatever_the_log_says(trainer, channel):  #
     assert [frame.step for frame in frames if not math.isfinite(frame.scalars["loss"])] == [40]
 
 
-def test_step_loss_is_the_mean_of_the_micro_batches(trainer, channel):
+def test_step_loss_is_the_mean_of_the_micro_batches(trainer, channel):  # case: SPK-20
     watch, _ = watched(trainer, channel)
     buffer = torch.zeros(())
     for value in (1.0, 2.0, 6.0):
@@ -109,3 +109,17 @@ def test_evaluation_scores_are_recorded(trainer, channel):
     first, second = channel().of(Evaluation)
     assert (first.step, first.scores) == (1, {"hellaswag": 0.5, "piqa": 0.25})
     assert second.scores == {"arc": 0.75}
+
+
+def test_what_only_the_loop_knows_goes_with_the_step(trainer, channel):
+    watch, _ = watched(trainer, channel)
+    watch.record(attention_logit_max=torch.tensor(61.5), kurtosis={"blocks.0": 4.0, "blocks.1": torch.tensor(9.0)})
+    watch.record(no_such_value=1.0)
+    watch.step(1.0)
+    watch.step(1.0)
+    first, second = channel().of(StepFrame)
+    assert first.scalars["attention_logit_max"] == 61.5
+    assert (first.scalars["kurtosis:blocks.0"], first.scalars["kurtosis:blocks.1"]) == (4.0, 9.0)
+    assert "attention_logit_max" not in second.scalars
+    assert "no_such_value" not in first.scalars
+    assert watch.failures == {"record": 1}

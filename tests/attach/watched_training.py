@@ -40,11 +40,17 @@ class RecordingChannel:
         replies, self.replies = self.replies, []
         return replies
 
+    def count_dropped(self, reason: str, count: int = 1) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + count
+
     def set_preamble(self, messages: Sequence[Message]) -> None:
         self.preamble = list(messages)
 
     def notes(self) -> list[str]:
         return []
+
+    def await_agent(self, timeout_seconds: float) -> bool:
+        return True
 
     def close(self, timeout_seconds: float = 2.0) -> None:
         self.is_closed = True

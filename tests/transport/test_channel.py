@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fp8watch import wire
@@ -119,8 +120,8 @@ def test_preamble_comes_first_on_every_connection(agent: _Agent, channel: Channe
         channel.send(_frame(step))
     agent.accept()
     first, *rest = agent.read(2)
-    assert first == HELLO
     assert isinstance(rest[0], StepFrame)
+    assert first == msgspec.structs.replace(HELLO, step=rest[0].step - 1), "it says where the frames go on"
     channel.send(_frame(4))
     steps = [rest[0].step]
     while steps[-1] != 4:
