@@ -34,6 +34,8 @@ class CheckpointNow(_CheckpointAction):
     """Save the present state."""
 
     name = "checkpoint_now"
+    patience = 60
+    """Boundaries at which it may still be pending; other actions show after a few."""
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`. Raises `CheckpointError` when the save fails."""
@@ -41,8 +43,15 @@ class CheckpointNow(_CheckpointAction):
         return Applied(step=step, params=params, expected={"checkpoint": record.checkpoint, "path": record.path})
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """The files on disk are those of the manifest, and the manifest is of this step."""
+        """The files on disk are those of the manifest, and the manifest is of this step.
+
+        Each rank looks at what every rank needs; it takes until all ranks' parts are durable.
+        """
         folder = Path(applied.expected["path"])
+        manager = self._manager()
+        is_others = not manager.is_writer and not (folder / manifest.NAME).exists()
+        if applied.expected["checkpoint"] in manager.pending or is_others:
+            return ReadBack(ok=None, detail="not all of it is durable yet")
         try:
             found = manifest.read(folder)
             verify(folder, found.files)
@@ -52,8 +61,8 @@ class CheckpointNow(_CheckpointAction):
         return ReadBack(ok=found.step == applied.step, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """Nothing to undo: a checkpoint more does no harm, rotation removes it."""
-        raise ActionError("a checkpoint that was saved stays; rotation removes it")
+        """Withdraw it while it is being saved, because another rank could not. One that is complete does no harm."""
+        self._manager().withdraw(applied.expected["checkpoint"])
 
 
 class CheckpointCadence(_CheckpointAction):

@@ -1,7 +1,8 @@
 """Clipping of the gradient norm with a limit of ours beside the user's: the lower one holds.
 
 `clip_grad_norm_` is torch's own function called with that limit, so the result is bit-identical to torch's for
-the same limit. Where the loop never clips, `before_step` does it inside the optimizer wrapper.
+the same limit. Where the loop never clips, `before_step` does it inside the optimizer wrapper. Of sharded gradients
+(DTensor) torch computes the norm of the whole over all ranks; what is kept of it is reduced likewise.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from fp8watch.checkpoints.sharding import is_sharded
 
 CLIP_WINDOW = 300
 """Steps over which the share of clipped ones is taken: a clip that fires in more than 5 % of them is a stall."""
@@ -26,7 +30,15 @@ class ClipReading:
     limit: float | None
     """The limit in force; None: measured only, nothing clipped."""
     num_gradients: int
+    """Gradients that the norm is of; 0 while nobody asks (`ClipControl.counts_gradients`)."""
     by_user: bool
+
+
+def whole(norm: torch.Tensor) -> torch.Tensor:
+    """A norm over all ranks that hold a part of what it is of. For a DTensor a collective call; else nothing."""
+    sharded: Any = norm
+    found: torch.Tensor = sharded.full_tensor() if is_sharded(norm) else norm
+    return found
 
 
 class ClipControl:
@@ -44,6 +56,8 @@ class ClipControl:
         self._is_clipped = False
         self._verify = False
         self._norm_after: torch.Tensor | None = None
+        self.counts_gradients = False
+        """Whether readings say how many gradients they are of: looking at each parameter's takes a while."""
 
     @property
     def limit(self) -> float | None:
@@ -135,7 +149,7 @@ class ClipControl:
     def measure(self) -> torch.Tensor | None:
         """Total norm of the optimizer's gradients now (0-d), without clipping; None when there are none."""
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return get_total_norm(gradients) if gradients else None
+        return whole(get_total_norm(gradients)) if gradients else None
 
     def recent_norms(self) -> list[float]:
         """The last norms, oldest first. Reads tensors: for an action, not for each step."""
@@ -160,7 +174,10 @@ class ClipControl:
         by_user: bool,
         grad_scale: torch.Tensor | None = None,
     ) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients: list[torch.Tensor] = []
+        if self.counts_gradients or self._verify:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = whole(norm)
         self._last = ClipReading(norm=norm, limit=limit, num_gradients=len(gradients), by_user=by_user)
         self._readings.append(self._last)
         self._recent_norms.append(norm)
@@ -168,6 +185,6 @@ class ClipControl:
         if self._limit is not None:
             self._clipped.append(norm > limit)
         if self._verify and gradients:
-            after = get_total_norm(gradients, norm_type)
+            after = whole(get_total_norm(gradients, norm_type))
             self._norm_after = after if grad_scale is None else after / grad_scale.to(after.device)
             self._verify = False

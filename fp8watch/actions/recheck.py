@@ -13,6 +13,9 @@ from fp8watch.actions.context import ActionContext
 from fp8watch.checkpoints.checksum import sum_bits
 from fp8watch.errors import ActionError
 
+NOTHING = sum_bits([])
+"""The sum over no gradient at all."""
+
 
 class Recheck:
     """No optimizer step is made; random state, FP8 state, buffers and gradients are put back.
@@ -78,6 +81,8 @@ class Recheck:
     def read_back(self, applied: Applied) -> ReadBack:
         """It was done in full; the verdict is in `observed`."""
         observed = dict(applied.expected)
+        if observed["gradients"][0] == NOTHING:
+            return ReadBack(ok=False, observed=observed, detail="no gradient was computed: nothing was compared")
         return ReadBack(ok=True, observed=observed, detail="" if observed["agree"] else "the two runs differ")
 
     def revert(self, applied: Applied) -> None:

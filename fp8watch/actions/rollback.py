@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Action, Applied, ReadBack
 from fp8watch.actions.context import ActionContext
-from fp8watch.checkpoints.checksum import parameter_checksum
-from fp8watch.checkpoints.restore import PartlyRestored
+from fp8watch.actions.first_update import FirstUpdate
+from fp8watch.actions.joint import Answer, Ask
+from fp8watch.checkpoints.manager import CheckpointManager
+from fp8watch.checkpoints.restore import Loaded, PartlyRestored, RestoreReport, Unfit
 from fp8watch.errors import ActionError, CheckpointError
+from fp8watch.records import CheckpointRecord
 
 CHANGES = ("bf16_all", "bf16_layers", "hold_lr", "rewarm", "tighten_clip", "raise_margin")
 """What may be changed before the replay, so that it does not repeat what went wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """The parameters, checked."""
+
+    manager: CheckpointManager
+    skip_batches: int
+    allow_without_data: bool
+    changes: list[tuple[Action, dict[str, Any]]]
+    setting: str
+    """What the replay runs under: at most one is made of the same batches under the same setting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    order: _Order
+    loaded: Loaded
+    refused: dict[str, str]
+    ask: Ask
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.order.manager.world_size == 1
 
 
 class Rollback:
@@ -32,49 +60,126 @@ class Rollback:
         """`actions` gives the table that `changes` are looked up in."""
         self._context = context
         self._actions = actions
-        self._first_update: _FirstUpdate | None = None
+        self._chosen: _Chosen | None = None
+        self._first_update: FirstUpdate | None = None
         self._changed: list[tuple[Action, Applied]] = []
 
     def unavailable(self) -> str | None:
         """See `Action`. The data position is asked for when it is needed: the loop may not have begun."""
         return None if self._context.checkpoints is not None else "attach got no checkpoints="
 
+    def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
+        """See `fp8watch.actions.joint.Choosing`."""
+        self._chosen = None
+        order, why = None, ""
+        try:
+            order = self._order(params)
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            why = str(error)
+        # The ledger is read after this: from then on the rank that writes it stands at this boundary too.
+        if ask(Answer.YES if order is not None else Answer.CANNOT, "begin") is not Answer.YES or order is None:
+            raise ActionError(why or "another rank cannot")
+        refused: dict[str, str] = {}
+        target, why = self._first_target(order.manager, step, params)
+        while True:
+            loaded, answer = None, Answer.CANNOT
+            if target is not None:
+                loaded, answer, why = self._try(order, target)
+            joint = ask(answer, target.checkpoint if target is not None else "none")
+            if joint is Answer.YES and loaded is not None:
+                self._chosen = _Chosen(order=order, loaded=loaded, refused=refused, ask=ask)
+                return
+            if joint is Answer.CANNOT or target is None:
+                said = "; ".join([*refused.values(), why or "another rank cannot go back to it"])
+                raise ActionError(said) if target is None and not refused else CheckpointError(said)
+            refused[target.checkpoint] = why or f"{target.checkpoint}: damaged where another rank reads it"
+            target, why = self._next(order.manager, target, refused)
+
+    def drop_choice(self) -> None:
+        """See `fp8watch.actions.joint.Choosing`."""
+        self._chosen = None
+
+    @staticmethod
+    def _next(
+        manager: CheckpointManager, target: CheckpointRecord, refused: dict[str, str]
+    ) -> tuple[CheckpointRecord | None, str]:
+        try:
+            manager.refuse(target.checkpoint, refused[target.checkpoint])
+            return manager.next_older(target, refused), "no older one is intact"
+        except Exception as error:
+            return None, str(error)
+
+    @staticmethod
+    def _try(order: _Order, target: CheckpointRecord) -> tuple[Loaded | None, Answer, str]:
+        if order.manager.was_made_before(target.checkpoint, skip_batches=order.skip_batches, setting=order.setting):
+            return None, Answer.CANNOT, f"gone back to {target.checkpoint} before, and nothing would be different"
+        try:
+            loaded = order.manager.load(target.checkpoint, allow_without_data=order.allow_without_data, is_quick=True)
+            return loaded, Answer.YES, ""
+        except Unfit as error:
+            return None, Answer.CANNOT, str(error)
+        except CheckpointError as error:
+            return None, Answer.DAMAGED, str(error)
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            return None, Answer.CANNOT, f"{type(error).__name__}: {error}"
+
+    def _order(self, params: dict[str, Any]) -> _Order:
+        manager = self._context.checkpoints
+        if manager is None:
+            raise ActionError("attach got no checkpoints=")
+        if params.get("checkpoint") is None:
+            read.whole(params, "onset_step")
+        without_data = read.flag(params, "allow_without_data") or params.get("if_data_position_missing") == "accept"
+        return _Order(
+            manager=manager, skip_batches=read.whole(params, "skip_batches", 0), allow_without_data=without_data,
+            changes=self._changes(params), setting=self._setting(params),
+        )  # fmt: skip
+
+    def _setting(self, params: dict[str, Any]) -> str:
+        context = self._context
+        held = sorted({module for modules in context.high_precision.values() for module in modules})
+        changes = [
+            (change.get("action"), sorted((change.get("params") or {}).items()))
+            for change in params.get("changes") or []
+        ]
+        margin = None if context.controls is None else context.controls.margin()
+        rules = sorted(f"{key.partition(':')[0]} {rule}" for key, rule in context.lr.rules.items())
+        content = repr((held, context.clip.limit, margin, rules, changes))
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+    @staticmethod
+    def _first_target(
+        manager: CheckpointManager, step: int, params: dict[str, Any]
+    ) -> tuple[CheckpointRecord | None, str]:
+        """The one that was asked for, or why there is none."""
+        checkpoint = params.get("checkpoint")
+        try:
+            if checkpoint is None:
+                onset = read.whole(params, "onset_step")
+                return manager.newest_usable(before_step=onset), f"no checkpoint from before step {onset}"
+            target = manager.target(str(checkpoint))
+        except Exception as error:
+            return None, str(error)
+        if target.step > step:
+            return None, f"{checkpoint} lies ahead of step {step}"
+        return target, ""
+
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`. Raises `CheckpointError` or `ActionError` with nothing changed.
 
         If restoring fails half-way the run is halted: mixed state must not be trained on.
         """
-        manager = self._context.checkpoints
-        if manager is None:
-            raise ActionError("attach got no checkpoints=")
-        skip_batches = read.whole(params, "skip_batches", 0)
-        without_data = read.flag(params, "allow_without_data") or params.get("if_data_position_missing") == "accept"
-        changes = self._changes(params)
-        checkpoint = params.get("checkpoint")
-        if checkpoint is None:
-            target = manager.newest_usable(before_step=read.whole(params, "onset_step"))
-            if target is None:
-                raise ActionError(f"no checkpoint from before step {params['onset_step']}")
-            checkpoint = target.checkpoint
-        elif manager.ledger.find(str(checkpoint)).step > step:
-            raise ActionError(f"{checkpoint} lies ahead of step {step}")
+        if self._chosen is None:
+            self.choose(step, params, lambda answer, about: answer)
+        chosen, self._chosen = self._chosen, None
+        assert chosen is not None
         try:
-            report = manager.restore(str(checkpoint), skip_batches=skip_batches, allow_without_data=without_data)
-        except PartlyRestored as error:
-            self._context.halt_reason = f"rollback failed half-way: {error}"
+            report = self._restore(chosen, step)
+        except Exception:
+            if chosen.order.changes:  # the others will ask about these
+                chosen.ask(Answer.CANNOT, "changes")
             raise
-        if self._first_update is not None:
-            self._first_update.remove()
-        self._first_update = _FirstUpdate(self._context)
-        try:
-            manager.note_rollback(report, from_step=step, skip_batches=skip_batches)
-        except CheckpointError as error:
-            self._context.note(f"rolled back, but not written down: {error}")
-        self._context.rewind(report.step)
-        for name, reason in report.refused.items():
-            self._context.note(f"checkpoint {name} was refused: {reason}")
-        self._changed = []
-        applied_changes = [self._change(action, report.step, given) for action, given in changes]
+        applied_changes = self._change_all(chosen, report.step)
         return Applied(
             step=step,
             params=params,
@@ -92,6 +197,41 @@ class Rollback:
             },
             steps_replayed=step - report.step,
         )
+
+    def _restore(self, chosen: _Chosen, step: int) -> RestoreReport:
+        order = chosen.order
+        try:
+            report = order.manager.put_back(chosen.loaded, skip_batches=order.skip_batches, refused=chosen.refused)
+        except PartlyRestored as error:
+            self._context.halt_reason = f"rollback failed half-way: {error}"
+            raise
+        if self._first_update is not None:
+            self._first_update.remove()
+        self._first_update = FirstUpdate(self._context)
+        try:
+            order.manager.note_rollback(
+                report, from_step=step, skip_batches=order.skip_batches, setting=order.setting
+            )  # fmt: skip
+        except CheckpointError as error:
+            self._context.note(f"rolled back, but not written down: {error}")
+        self._context.rewind(report.step)
+        for name, reason in report.refused.items():
+            self._context.note(f"checkpoint {name} was refused: {reason}")
+        return report
+
+    def _change_all(self, chosen: _Chosen, step: int) -> list[dict[str, Any]]:
+        """What is to be different in the replay: on every rank, or on none."""
+        self._changed = []
+        if not chosen.order.changes:
+            return []
+        found = [self._change(action, step, given) for action, given in chosen.order.changes]
+        is_done = all("error" not in change for change in found)
+        if chosen.ask(Answer.YES if is_done else Answer.DAMAGED, "changes") is Answer.YES or chosen.is_alone:
+            return found
+        for action, applied in self._changed:
+            action.revert(applied)
+        self._changed = []
+        return [{"error": "another rank could not", **change} for change in found]
 
     def _changes(self, params: dict[str, Any]) -> list[tuple[Action, dict[str, Any]]]:
         """All changes, looked up before anything is touched."""
@@ -151,20 +291,3 @@ class Rollback:
     def revert(self, applied: Applied) -> None:
         """The timeline that was left is gone."""
         raise ActionError("a rollback cannot be undone")
-
-
-class _FirstUpdate:
-    """Takes the parameters' checksum right before the first update after a restore."""
-
-    def __init__(self, context: ActionContext) -> None:
-        self.checksum: str | None = None
-        self._model = context.model
-        self._handle = context.optimizer.register_step_pre_hook(self._look)
-
-    def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.checksum = parameter_checksum(self._model)
-        self.remove()
-
-    def remove(self) -> None:
-        """Leave no hook behind."""
-        self._handle.remove()

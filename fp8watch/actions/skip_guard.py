@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
-from fp8watch.actions.clip_control import ClipControl
+from fp8watch.actions.clip_control import ClipControl, whole
 
 MAX_IN_A_ROW = 3
 
@@ -66,6 +66,8 @@ class SkipGuard:
     def arm(self, reason: str) -> None:
         """Guard from the next update on. Several reasons may hold at once."""
         self._reasons.add(reason)
+        if self._clip is not None:
+            self._clip.counts_gradients = True
 
     def disarm(self, reason: str) -> None:
         """Drop a reason; without any the guard rests."""
@@ -171,8 +173,8 @@ class SkipGuard:
             flag = ~torch.isfinite(last.norm)
             if last.num_gradients >= len(gradients):
                 return flag
-            return flag | ~torch.isfinite(get_total_norm(gradients, float("inf"))).to(flag.device)
-        return ~torch.isfinite(get_total_norm(gradients, float("inf")))
+            return flag | ~torch.isfinite(whole(get_total_norm(gradients, float("inf")))).to(flag.device)
+        return ~torch.isfinite(whole(get_total_norm(gradients, float("inf"))))
 
     def _decides_on_device(self, flag: torch.Tensor) -> bool:
         if self._on_device is False or (self._on_device is None and flag.device.type == "cpu"):

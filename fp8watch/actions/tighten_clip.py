@@ -30,9 +30,6 @@ class TightenClip:
 
     def unavailable(self) -> str | None:
         """See `Action`."""
-        for group in self._optimizer.param_groups:
-            if any(hasattr(parameter, "placements") for parameter in group["params"]):
-                return "parameters are sharded (DTensor); clipping them is not supported yet"
         return None
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 import torch
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from fp8watch.checkpoints.sharding import local_of
+
+_WIDTH = 1021
+"""Words in a row when places are weighted; a prime, so that rows of a matrix do not fall upon each other."""
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def parameter_checksum(model: torch.nn.Module) -> str:
-    """The sum over a model's parameters: hexadecimal, 64 bit."""
+    """The sum over this rank's part of a model's parameters: hexadecimal, 64 bit."""
     return sum_bits(model.parameters())
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> str:
-    """Bits of each tensor summed as integers, weighted by place: hexadecimal, 64 bit.
+    """Bits of each tensor summed as 64-bit integers, weighted by place, and the sums hashed: hexadecimal, 64 bit.
 
-    Exact, so the order of summation does not matter. One value is read from the device.
+    Exact (modulo 2^64), so the order of summation does not matter. A change of one word is always noticed; an exchange
+    of two is, unless they differ in nothing but their top bit or stand in one column and one row of the weighting.
+    Reads the data twice and no more, which is what makes it fit into the time of a rollback; a device is waited for
+    once.
     """
-    total: torch.Tensor | None = None
-    for place, tensor in enumerate(tensors, start=1):
-        data = tensor.detach()
-        data = data.to_local() if hasattr(data, "to_local") else data
-        if data.numel() == 0:
-            continue
-        if data.is_complex():
-            data = torch.view_as_real(data)
-        bits = data.contiguous().view(_INTEGERS[data.element_size()]).flatten()
-        # A position weight within the tensor, so that two exchanged elements are noticed.
-        weights = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64) % 8191 + 1
-        part = (bits.to(torch.int64) * weights).sum() * (2 * place + 1)
-        total = part if total is None else total + part.to(total.device)
-    return f"{(int(total) if total is not None else 0) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+    parts = [weigh(words) for tensor in tensors if (words := _words(local_of(tensor))) is not None]
+    if not parts:
+        return "0" * 16
+    first = parts[0].device
+    sums = torch.stack([part.to(first) for part in parts]).tolist()
+    return hashlib.blake2b(b"".join((value & _MASK).to_bytes(8, "big") for value in sums), digest_size=8).hexdigest()
+
+
+def _words(data: torch.Tensor) -> torch.Tensor | None:
+    """A tensor's bits as int64, zeros added at the end; None for an empty one."""
+    if data.numel() == 0:
+        return None
+    flat = (torch.view_as_real(data) if data.is_complex() else data).contiguous().flatten()
+    size = flat.element_size()
+    if size * flat.numel() % 8 or flat.storage_offset() * size % 8:
+        padded = torch.zeros(-(-size * flat.numel() // 8), dtype=torch.int64, device=flat.device)
+        padded.view(flat.dtype)[: flat.numel()].copy_(flat)
+        return padded
+    return flat.view(torch.int64)
+
+
+def weigh(words: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of int64 words, 0-D.
+
+    Each word's weight is odd (odd for its column, even for its row): a change of one word is never lost.
+    """
+    rows = words.numel() // _WIDTH
+    head, tail = words[: rows * _WIDTH].view(rows, _WIDTH), words[rows * _WIDTH :]
+    columns = torch.arange(1, 2 * _WIDTH, 2, device=words.device, dtype=torch.int64)
+    found = (tail * columns[: tail.numel()]).sum() * (4 * rows + 1)
+    if rows:
+        found = found + (head.sum(0) * columns).sum()
+        found = found + (head.sum(1) * torch.arange(0, 4 * rows, 4, device=words.device, dtype=torch.int64)).sum()
+    return found

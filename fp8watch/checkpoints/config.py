@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,17 @@ class Checkpoints:
     """Checkpoints that rotation leaves; the newest good one stays beyond that."""
     healthy_steps: int = 20
     """Steps without an act finding after which a candidate may be called good (the settling window after a resume)."""
+    format: Literal["torch", "dcp"] = "torch"
+    """torch: `torch.save`, one file a rank (one for all where ranks hold copies). dcp: `torch.distributed.checkpoint`,
+    which a run with another number of ranks can read, sharded models too."""
+    background: bool = False
+    """dcp only: write while training goes on, from a copy of model and optimizer in host memory (its size is said
+    before the first one is made). Pending until durable; a save that is not done when the next is due is waited for."""
+    save: Callable[[Path], Any] | None = None
+    """Writes model and optimizer into the folder given, on every rank, in place of us. May return an object with
+    `done()` and `result()`, as a `concurrent.futures.Future` has: pending until it is done."""
+    load: Callable[[Path], Any] | None = None
+    """Reads what `save` wrote, in place, on every rank."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("keep", 1), ("healthy_steps", 0)):
@@ -29,4 +42,12 @@ class Checkpoints:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"Checkpoints({name}={value!r}): a whole number of at least {least} is needed")
+        if self.format not in ("torch", "dcp"):
+            raise ValueError(f"Checkpoints(format={self.format!r}): torch or dcp")
+        if self.background and self.format != "dcp":
+            raise ValueError('Checkpoints(background=True): needs format="dcp"')
+        if (self.save is None) != (self.load is None):
+            raise ValueError("Checkpoints(save=, load=): give both or none")
+        if self.save is not None and self.format != "torch":
+            raise ValueError(f"Checkpoints(save=, format={self.format!r}): give one of them")
         object.__setattr__(self, "path", Path(self.path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,38 +12,40 @@ import torch
 
 from fp8watch.checkpoints import rng
 from fp8watch.checkpoints.checksum import parameter_checksum
-from fp8watch.checkpoints.manifest import FORMAT_VERSION, FileEntry, Manifest
+from fp8watch.checkpoints.manifest import FORMAT_VERSION, FileEntry, Manifest, RankPart
 from fp8watch.checkpoints.parts import TrainingParts
+from fp8watch.checkpoints.place import Place, core
 from fp8watch.checkpoints.plain import to_plain
 
-MODEL, OPTIMIZER, STATE = "model.pt", "optimizer.pt", "state.pt"
+OWN = "own"
+"""In the state file of a rank whose model another rank has saved: what of the model differs from rank to rank."""
+
+KEPT = "kept"
+"""In the state file: what a storage that writes model and optimizer itself needs to read them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The state by file, and what of it is missing."""
+    """One rank's state by file, and what of it is missing."""
 
     files: dict[str, Any]
     present: list[str]
     absent: dict[str, str] = field(default_factory=dict)
     samples: int = 0
+    rng_sha256: str = ""
 
 
-def capture(parts: TrainingParts) -> Captured:
+def capture(parts: TrainingParts, place: Place, *, with_weights: bool = True) -> Captured:
     """Everything a rollback needs. Tensors are shared with the live objects: write them before training goes on.
 
-    Raises `CheckpointError` naming a value that is neither a tensor nor plain.
+    `with_weights` False: something else saves model and optimizer. Raises `CheckpointError` naming a value that is
+    neither a tensor nor plain.
     """
-    model = {
-        "state": to_plain(parts.model.state_dict(), "model"),
-        "buffers": to_plain(unsaved_buffers(parts.model), "buffers"),
-    }
     state: dict[str, Any] = {"rng": to_plain(rng.capture(), "rng")}
     absent: dict[str, str] = {}
-    scaler = parts.active_scaler
     for name, source, reason in (
         ("scheduler", parts.scheduler, "attach got no lr_scheduler"),
-        ("scaler", scaler, "no scaler is in use"),
+        ("scaler", parts.active_scaler, "no scaler is in use"),
         ("fp8", parts.controls, "no FP8 module"),
     ):
         if source is None:
@@ -55,43 +58,85 @@ def capture(parts: TrainingParts) -> Captured:
     else:
         state["data"] = to_plain(parts.data.state_dict(), "data")
         samples = parts.data.samples
+    present = ["model", "optimizer", *state]
+    files: dict[str, Any] = {}
+    if with_weights and place.saves_weights:
+        files[place.model_file] = model_state(parts.model)
+        files[place.optimizer_file] = to_plain(parts.optimizer.state_dict(), "optimizer")
+    elif with_weights:
+        state[OWN] = own_state(parts.model)
+    files[place.state_file] = state
     return Captured(
-        files={MODEL: model, OPTIMIZER: to_plain(parts.optimizer.state_dict(), "optimizer"), STATE: state},
-        present=["model", "optimizer", *state],
-        absent=absent,
-        samples=samples,
+        files=files, present=present, absent=absent, samples=samples, rng_sha256=rng_digest(state["rng"])
+    )  # fmt: skip
+
+
+def model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The model file: `state` (its state dict) and `buffers` (those that the state dict leaves out)."""
+    inner = core(model)
+    return {"state": to_plain(inner.state_dict(), "model"), "buffers": to_plain(unsaved_buffers(inner), "buffers")}
+
+
+def own_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The model file without parameters: buffers and extra state, which copies of a model may have each their own."""
+    whole = model_state(model)
+    parameters = {name for name, _ in core(model).named_parameters(remove_duplicate=False)}
+    return {**whole, "state": {name: value for name, value in whole["state"].items() if name not in parameters}}
+
+
+def describe_part(
+    parts: TrainingParts, captured: Captured, files: dict[str, FileEntry], *, rank: int, checksum: str | None = None
+) -> RankPart:
+    """What this rank has saved. `checksum`: of the parameters, where it was taken before."""
+    return RankPart(
+        rank=rank,
+        samples=captured.samples,
+        parts=captured.present,
+        absent=captured.absent,
+        learning_rate=[float(group["lr"]) for group in parts.optimizer.param_groups],
+        parameter_checksum=checksum or parameter_checksum(parts.model),
+        rng_sha256=captured.rng_sha256,
+        files=files,
     )
 
 
 def describe(
-    parts: TrainingParts,
-    captured: Captured,
-    files: dict[str, FileEntry],
+    saved: Sequence[RankPart],
+    place: Place,
     *,
     checkpoint: str,
     run: str,
     attempt: int,
     step: int,
     time_unix: float,
+    storage: str = "torch",
+    shared: dict[str, FileEntry] | None = None,
 ) -> Manifest:
-    """The manifest of what was captured and written."""
+    """The manifest of what all ranks have written; `shared`: files that are no single rank's."""
+    first = saved[0]
+    common = [name for name in first.parts if all(name in part.parts for part in saved)]
+    absent = {name: reason for part in reversed(saved) for name, reason in part.absent.items()}
+    has_data = "data" in common
     return Manifest(
         format_version=FORMAT_VERSION,
         checkpoint=checkpoint,
         run=run,
         attempt=attempt,
         step=step,
-        samples=captured.samples,
-        data_position_included="data" in captured.present,
+        samples=sum(part.samples for part in saved) if has_data else 0,
+        data_position_included=has_data,
         time_unix=time_unix,
-        world_size=1,
-        parts=captured.present,
-        absent=captured.absent,
-        learning_rate=[float(group["lr"]) for group in parts.optimizer.param_groups],
-        parameter_checksum=parameter_checksum(parts.model),
-        rng_sha256=rng_digest(captured.files[STATE]["rng"]),
-        files=files,
+        world_size=len(saved),
+        parts=common,
+        absent=absent,
+        learning_rate=first.learning_rate,
+        parameter_checksum=first.parameter_checksum,
+        rng_sha256=first.rng_sha256,
+        files={**(shared or {}), **{name: entry for part in saved for name, entry in part.files.items()}},
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
+        layout=place.layout,
+        storage=storage,
+        ranks=[] if place.layout == "whole" else list(saved),
     )
 
 

@@ -1,16 +1,49 @@
-"""Files that are either complete or absent: hashed while written, synced, renamed."""
+"""Files that are either complete or absent: hashed while written, synced, renamed.
+
+A large file is hashed in pieces, so that several threads can check it: a rollback waits for this.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from fp8watch.checkpoints.manifest import FileEntry
+from fp8watch.checkpoints.quick_sum import quick_sums
 from fp8watch.errors import CheckpointError
 
-_CHUNK_BYTES = 1 << 20
+PIECE_BYTES = 16 << 20
+"""Files above this are hashed in pieces of this size."""
+_READ_BYTES = 1 << 20
+_MAX_THREADS = 8
+
+
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "wekafs", "9p", "fuse", "afs", "glusterfs")
+
+
+def is_on_network(path: Path) -> bool:
+    """Whether a file lies on a file system that can take it away under a mapping, which ends the process.
+
+    By the mount table; what cannot be told counts as network.
+    """
+    try:
+        found = ("", "nfs")
+        target = str(path.resolve())
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, mount, kind, *_ = line.split(" ")
+            mount = mount.replace("\\040", " ")
+            is_above = mount == "/" or target == mount or target.startswith(mount + "/")
+            if is_above and len(mount) >= len(found[0]):
+                found = (mount, kind)
+        return found[1].startswith(_NETWORK)
+    except (OSError, ValueError):
+        return True
 
 
 class HashingWriter:
@@ -18,15 +51,24 @@ class HashingWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._sum = hashlib.sha256()
+        self._piece = hashlib.sha256()
+        self._digests: list[bytes] = []
         self._bytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of it."""
         view = memoryview(data).cast("B")
         self._file.write(view)
-        self._sum.update(view)
-        self._bytes += len(view)
+        rest = view
+        while rest:
+            room = PIECE_BYTES - self._bytes % PIECE_BYTES
+            taken = rest[:room]
+            self._piece.update(taken)
+            self._bytes += len(taken)
+            if len(taken) == room:
+                self._digests.append(self._piece.digest())
+                self._piece = hashlib.sha256()
+            rest = rest[room:]
         return len(view)
 
     def flush(self) -> None:
@@ -34,8 +76,15 @@ class HashingWriter:
         self._file.flush()
 
     def entry(self) -> FileEntry:
-        """Size and SHA-256 of what was written."""
-        return FileEntry(bytes=self._bytes, sha256=self._sum.hexdigest())
+        """Size and sum of what was written."""
+        if self._bytes < PIECE_BYTES:
+            return FileEntry(bytes=self._bytes, sha256=self._piece.hexdigest())
+        digests = [*self._digests, self._piece.digest()] if self._bytes % PIECE_BYTES else self._digests
+        return FileEntry(bytes=self._bytes, sha256=_sum(digests), piece_bytes=PIECE_BYTES)
+
+
+def _sum(digests: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def sync_directory(folder: Path) -> None:
@@ -67,21 +116,96 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def verify(folder: Path, files: dict[str, FileEntry]) -> None:
-    """Compare every file with its size and sum. Raises `CheckpointError` naming the first that differs."""
+def measure(path: Path) -> FileEntry:
+    """Size and sum of a file that somebody else has written. Raises `OSError`."""
+    size = path.stat().st_size
+    piece = PIECE_BYTES if size >= PIECE_BYTES else 0
+    sha256, quick = _hash([(path, size, piece)])[0], quick_sums([(path, size)])[0]
+    return FileEntry(bytes=size, sha256=sha256, piece_bytes=piece, quick_sum=quick)
+
+
+def with_quick_sums(folder: Path, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+    """The entries with the quick sums of files that were just written, and lie in the page cache. Raises `OSError`."""
+    sums = quick_sums([(folder / name, entry.bytes) for name, entry in files.items()])
+    return {
+        name: msgspec.structs.replace(entry, quick_sum=found)
+        for (name, entry), found in zip(files.items(), sums, strict=True)
+    }
+
+
+def check_sizes(folder: Path, files: dict[str, FileEntry]) -> None:
+    """Compare every file's size, which costs no reading. Raises `CheckpointError` naming the first that differs."""
     for name, entry in files.items():
-        path = folder / name
-        if Path(name).name != name:
+        if Path(name).is_absolute() or ".." in Path(name).parts or name != str(Path(name)):
             raise CheckpointError(f"{folder.name}: the manifest names {name!r}, which is no plain file name")
         try:
-            size = path.stat().st_size
-            if size != entry.bytes:
-                raise CheckpointError(f"{folder.name}/{name}: {size} bytes, the manifest says {entry.bytes}")
-            total = hashlib.sha256()
-            with open(path, "rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    total.update(chunk)
+            size = (folder / name).stat().st_size
         except OSError as error:
             raise CheckpointError(f"{folder.name}/{name} cannot be read: {error}") from error
-        if total.hexdigest() != entry.sha256:
+        if size != entry.bytes:
+            raise CheckpointError(f"{folder.name}/{name}: {size} bytes, the manifest says {entry.bytes}")
+
+
+def verify(folder: Path, files: dict[str, FileEntry], *, is_quick: bool = False) -> None:
+    """Compare every file with its size and sum, `is_quick`: with the quick one where that is known.
+
+    Raises `CheckpointError` naming the first that differs.
+    """
+    check_sizes(folder, files)
+    if is_quick:
+        quick = {name: entry for name, entry in files.items() if entry.quick_sum}
+        try:
+            sums = quick_sums(
+                [(folder / name, entry.bytes) for name, entry in quick.items()], is_mapped=not is_on_network(folder)
+            )
+        except OSError as error:
+            raise CheckpointError(f"{folder.name} cannot be read: {error}") from error
+        for (name, entry), found_sum in zip(quick.items(), sums, strict=True):
+            if found_sum != entry.quick_sum:
+                raise CheckpointError(f"{folder.name}/{name}: its contents do not match the manifest's sum")
+        files = {name: entry for name, entry in files.items() if name not in quick}
+    try:
+        found = _hash([(folder / name, entry.bytes, entry.piece_bytes) for name, entry in files.items()])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder.name} cannot be read: {error}") from error
+    for (name, entry), digest in zip(files.items(), found, strict=True):
+        if digest != entry.sha256:
             raise CheckpointError(f"{folder.name}/{name}: its contents do not match the manifest's SHA-256")
+
+
+def _hash(files: list[tuple[Path, int, int]]) -> list[str]:
+    """Sums of (path, size, bytes a piece or 0), computed by as many threads as there are cores for this process."""
+    pieces = [(path, start, length) for path, size, piece in files for start, length in _pieces(size, piece)]
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
+    if threads < 2:
+        digests = iter([_hash_piece(*piece) for piece in pieces])
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            digests = iter(list(pool.map(lambda piece: _hash_piece(*piece), pieces)))
+    found = []
+    for _, size, piece in files:
+        own = [next(digests) for _ in _pieces(size, piece)]
+        found.append(_sum(own) if piece else own[0].hex())
+    return found
+
+
+def _pieces(size: int, piece: int) -> list[tuple[int, int]]:
+    if not piece:
+        return [(0, size)]
+    return [(start, min(piece, size - start)) for start in range(0, size, piece)]
+
+
+def _hash_piece(path: Path, start: int, length: int) -> bytes:
+    """Read and not mapped: a file that shrinks meanwhile is an error, and no signal that ends the process."""
+    total = hashlib.sha256()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while length > 0:
+            data = os.pread(descriptor, min(_READ_BYTES, length), start)
+            if not data:
+                raise OSError(f"{path.name} ended early")
+            total.update(data)
+            start, length = start + len(data), length - len(data)
+    finally:
+        os.close(descriptor)
+    return total.digest()

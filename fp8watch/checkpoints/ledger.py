@@ -1,7 +1,7 @@
 """The ledger: what is known about each checkpoint after it was saved.
 
 It lies beside the checkpoint folders and not inside them, so that a label never touches a finished checkpoint,
-and is replaced atomically. Order is the order of saving.
+and is replaced atomically. Order is the order of saving. Of several ranks the first one writes it; the others read.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt that was left."""
     skip_batches: int
     time_unix: float
+    setting: str = ""
+    """What was in force in the replay: precision, limits, learning rate, margin."""
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +45,22 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 class Ledger:
     """Labels of the checkpoints under one root."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, is_writer: bool = True) -> None:
+        """`is_writer` False: somebody else writes it; `refresh` reads what that has written."""
         self._root = root
+        self._is_writer = is_writer
         self._contents = Contents()
         self.notes: list[str] = []
         """What was found amiss on opening."""
         self._open()
+        for note in self.notes:
+            logger.warning("%s", note)
+
+    def refresh(self) -> None:
+        """Read again what another rank has written meanwhile; nothing for the one that writes."""
+        if not self._is_writer:
+            self.notes = []
+            self._open()
 
     @property
     def checkpoints(self) -> list[CheckpointRecord]:
@@ -99,6 +111,8 @@ class Ledger:
     def _store(self, contents: Contents) -> None:
         # In memory first: a full disk must not make this process forget that a checkpoint is tainted.
         self._contents = contents
+        if not self._is_writer:
+            return
         try:
             replace_file(self._root / NAME, msgspec.json.format(msgspec.json.encode(contents), indent=2) + b"\n")
         except OSError as error:
@@ -107,6 +121,8 @@ class Ledger:
     def _open(self) -> None:
         path = self._root / NAME
         contents = Contents()
+        if not self._is_writer and not path.exists() and self._contents.checkpoints:
+            return  # seen before: a file system that is slow to show what was replaced
         if path.exists():
             try:
                 contents = msgspec.json.decode(path.read_bytes(), type=Contents)
@@ -129,12 +145,10 @@ class Ledger:
             for record in records
         ]
         self._contents = msgspec.structs.replace(contents, checkpoints=records)
-        for note in self.notes:
-            logger.warning("%s", note)
 
 
 def to_record(manifest: manifests.Manifest, folder: Path, *, reason: str = "") -> CheckpointRecord:
-    """A manifest as the ledger's record, labelled candidate."""
+    """A manifest as the ledger's record, labelled candidate; not for a pending one, which has none yet."""
     return CheckpointRecord(
         run=manifest.run,
         attempt=manifest.attempt,

@@ -1,8 +1,11 @@
-"""Saving, labelling, choosing and restoring checkpoints of one training process.
+"""Saving, labelling, choosing and restoring checkpoints of one training process, or of one rank of several.
 
 All of it runs on the training thread at a step boundary. A save that fails changes nothing and raises
 `CheckpointError`, which the caller notes; training goes on. A restore verifies everything before it overwrites
 anything.
+
+Of several ranks, which share the directory, the first alone writes the ledger and removes folders. All ranks save at
+the same steps; what they restore is settled between them (`fp8watch.actions.rollback`, `fp8watch.training.resume`).
 """
 
 from __future__ import annotations
@@ -14,19 +17,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+import msgspec
 
-from fp8watch.checkpoints import contents, manifest, rotation
+from fp8watch.checkpoints import rotation
 from fp8watch.checkpoints.config import Checkpoints
-from fp8watch.checkpoints.files import HashingWriter, sync_directory, write_synced
 from fp8watch.checkpoints.ledger import Ledger, Rollback, to_record
 from fp8watch.checkpoints.parts import TrainingParts
-from fp8watch.checkpoints.restore import RestoreReport, load_verified, put_back
+from fp8watch.checkpoints.place import Place, layout_of, unsupported
+from fp8watch.checkpoints.restore import Loaded, RestoreReport, Unfit, check, load_verified, put_back
+from fp8watch.checkpoints.storage import storage_of
 from fp8watch.checkpoints.targets import resume_candidates, rollback_target
+from fp8watch.checkpoints.trial import MAX_TRIALS, Trial
+from fp8watch.checkpoints.underway import Underway
 from fp8watch.errors import CheckpointError
 from fp8watch.records import CheckpointLabel, CheckpointRecord
 
 logger = logging.getLogger(__name__)
+
+DOOMED_POLLS = 8
+"""Boundaries at which a folder that was given up is removed again: other ranks may still be writing into it."""
 
 
 class CheckpointManager:
@@ -40,23 +49,40 @@ class CheckpointManager:
         run: str,
         attempt: Callable[[], int],
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         """Makes the root directory and reads its ledger. Raises `CheckpointError` when it cannot be used."""
         self.config = config
         self.parts = parts
         self.root = Path(config.path).absolute()
+        self.rank, self.world_size = rank, world_size
         self._run = run
         self._attempt = attempt
-        self._clock = clock
+        self._clock, self._monotonic = clock, monotonic
         self._every = config.every
+        self._storage = storage_of(config)
+        if reason := (None if config.save is not None else unsupported(parts.model, parts.optimizer, world_size)):
+            raise CheckpointError(reason)
+        self._trial = Trial(self.root)
+        self._underway: list[Underway] = []
+        self._newest: CheckpointRecord | None = None
+        self._doomed: dict[Path, int] = {}
         self.on_change: Callable[[CheckpointRecord], None] = lambda record: None
         """Called with every record that is new or has another label."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            rotation.clear_unfinished(self.root)
-            self.ledger = Ledger(self.root)
+            if self.is_writer:
+                rotation.clear_unfinished(self.root)
+            self.ledger = Ledger(self.root, is_writer=self.is_writer)
         except OSError as error:
             raise CheckpointError(f"checkpoint directory {self.root} cannot be used: {error}") from error
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the ledger."""
+        return self.rank == 0
 
     @property
     def every(self) -> int | None:
@@ -74,6 +100,7 @@ class CheckpointManager:
 
     def records(self) -> list[CheckpointRecord]:
         """Every checkpoint, in the order of saving."""
+        self.ledger.refresh()
         return self.ledger.checkpoints
 
     def newest_usable(self, before_step: int | None = None) -> CheckpointRecord | None:
@@ -82,13 +109,25 @@ class CheckpointManager:
             return rollback_target(self.records(), before_step)
         return next(iter(resume_candidates(self.records())), None)
 
+    def resume_target(self) -> CheckpointRecord | None:
+        """Where a start goes on, noted as being tried: one whose loading has ended the process twice is given up."""
+        while (record := self.newest_usable()) is not None:
+            if not self.is_writer or self._trial.begin(record.checkpoint):
+                return record
+            self.refuse(record.checkpoint, f"{record.checkpoint}: {MAX_TRIALS} starts from it made no step")
+        return None
+
     def label(self, checkpoint: str, label: CheckpointLabel, reason: str = "") -> CheckpointRecord:
         """Set a label in the ledger; tainted is final. Raises `CheckpointError` for an unknown id."""
         before = self.ledger.find(checkpoint)
+        if before.label == "pending" and label in ("candidate", "good"):
+            return before  # nobody but the one who saves knows when it is durable
         record = self.ledger.label(checkpoint, label, reason)
-        if record != before:
+        if record != before and self.is_writer:
             self.on_change(record)
         return record
+
+    # Saving
 
     def maybe_save(self, step: int) -> CheckpointRecord | None:
         """Save if the cadence asks for it after this step. Raises as `save`."""
@@ -97,57 +136,168 @@ class CheckpointManager:
         return self.save(step)
 
     def save(self, step: int, reason: str = "") -> CheckpointRecord:
-        """Save the state after `step` updates; the record, labelled candidate.
+        """Save the state after `step` updates; the record, labelled candidate, or pending until all is durable.
 
         The state of this step and attempt is saved once: asked again, the first record comes back.
         Raises `CheckpointError`; what was there before is untouched then.
         """
         attempt = self._attempt()
+        if self._newest is not None and (self._newest.attempt, self._newest.step) == (attempt, step):
+            return self._newest  # not in the ledger of a rank that only reads it, as long as it is pending
         for record in self.records():
             if (record.run, record.attempt, record.step) == (self._run, attempt, step) and record.label != "tainted":
                 return record
         name = self._free_name(step, attempt)
-        folder = self.root / name
-        temporary = self.root / f"{rotation.UNFINISHED}{name}.{os.getpid()}"
-        parts = contents.capture(self.parts)
+        layout = layout_of(self.parts.model, self.parts.optimizer, self.world_size)
+        suffix = os.getpid() if layout == "whole" else "ranks"
+        saving = Underway(
+            self.root / f"{rotation.UNFINISHED}{name}.{suffix}", self.root / name, step=step, attempt=attempt,
+            reason=reason, place=Place(rank=self.rank, world_size=self.world_size, layout=layout),
+            started=self._monotonic(),
+        )  # fmt: skip
+        if saving.folder in self._doomed:
+            raise CheckpointError(f"checkpoint of step {step} was given up a moment ago")
         try:
-            temporary.mkdir()
-            files = {}
-            for file_name, content in parts.files.items():
-                with open(temporary / file_name, "wb") as file:
-                    writer = HashingWriter(file)
-                    torch.save(content, writer)  # type: ignore[arg-type]
-                    file.flush()
-                    os.fsync(file.fileno())
-                files[file_name] = writer.entry()
-            written = contents.describe(
-                self.parts,
-                parts,
-                files,
-                checkpoint=name,
-                run=self._run,
-                attempt=attempt,
-                step=step,
-                time_unix=self._clock(),
-            )
-            write_synced(temporary / manifest.NAME, manifest.write(written))
-            sync_directory(temporary)
-            os.rename(temporary, folder)
-            sync_directory(self.root)
-        except Exception as error:  # torch.save reports a full disk as RuntimeError, a part may raise anything
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"checkpoint of step {step} could not be saved: {error}") from error
-        record = to_record(written, folder, reason=reason)
+            saving.begin(self.parts, self._storage)
+        except CheckpointError:
+            self._doom(saving)
+            raise
+        self._underway.append(saving)
+        finished = self._advance(saving)
+        if finished is not None:
+            return finished
+        self._newest = pending = CheckpointRecord(
+            run=self._run, attempt=attempt, checkpoint=name, step=step, path=str(saving.final), label="pending",
+            reason=reason, time_unix=self._clock(),
+        )  # fmt: skip
+        if self.is_writer:
+            self.ledger.put(pending)
+            self.on_change(pending)
+            self._newest = None
+        return pending
+
+    @property
+    def pending(self) -> list[str]:
+        """Checkpoints that are being saved."""
+        return [saving.final.name for saving in self._underway]
+
+    def poll(self) -> None:
+        """At each boundary: go on with what is being saved. Raises `CheckpointError` when one never will be."""
+        self._trial.passed()
+        for folder in list(self._doomed) if self.is_writer else ():
+            shutil.rmtree(folder, ignore_errors=True)
+            self._doomed[folder] -= 1
+            if self._doomed[folder] <= 0:
+                del self._doomed[folder]
+        for saving in self._underway[:]:
+            self._advance(saving)
+
+    def withdraw(self, checkpoint: str) -> None:
+        """Give up one that is being saved; nothing for any other."""
+        if self._newest is not None and self._newest.checkpoint == checkpoint:
+            self._newest = None
+        for saving in [saving for saving in self._underway if saving.final.name == checkpoint]:
+            self._underway.remove(saving)
+            self._doom(saving)
+            self._forget(checkpoint, "another rank could not save its part")
+
+    def close(self, seconds: float) -> None:
+        """Wait, within limits, for what is being saved. A run that ends in order has not died of what it loaded."""
+        self._trial.passed()
+        deadline = time.monotonic() + seconds
+        while self._underway:
+            try:
+                self.poll()
+            except CheckpointError as error:
+                logger.warning("%s", error)
+            if not self._underway or time.monotonic() >= deadline:
+                return
+            time.sleep(0.02)
+
+    def _advance(self, saving: Underway) -> CheckpointRecord | None:
+        try:
+            written = saving.advance(self._monotonic(), self._clock(), self._storage.name, self._run)
+        except CheckpointError as error:
+            self._underway.remove(saving)
+            self._doom(saving)
+            self._forget(saving.final.name, str(error))
+            raise
+        if saving.part is not None and not self.is_writer:
+            self._underway.remove(saving)  # the first rank does the rest
+        if written is None:
+            return None
+        self._underway.remove(saving)
+        record = to_record(written, saving.final, reason=saving.reason)
+        known = {item.checkpoint: item for item in self.ledger.checkpoints}.get(record.checkpoint)
+        if known is not None and known.label == "tainted":
+            record = msgspec.structs.replace(record, label="tainted", reason=known.reason)
+        elif apart := _replicas_apart(written.layout, [part.parameter_checksum for part in written.ranks]):
+            record = msgspec.structs.replace(record, label="tainted", reason=apart)
         self.ledger.put(record)
         self.on_change(record)
         for gone in rotation.rotate(self.ledger, self.config.keep):
             self.on_change(gone)
         return record
 
+    def _doom(self, saving: Underway) -> None:
+        if self.is_writer:
+            self._doomed[saving.folder] = DOOMED_POLLS
+
+    def _forget(self, checkpoint: str, why: str) -> None:
+        """A pending checkpoint that never will be one."""
+        known = next((record for record in self.ledger.checkpoints if record.checkpoint == checkpoint), None)
+        if known is None or not self.is_writer:
+            return
+        try:
+            self.ledger.drop(checkpoint)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        self.on_change(msgspec.structs.replace(known, label="tainted", reason=why, path=""))
+
+    # Restoring
+
+    def load(self, checkpoint: str, *, allow_without_data: bool, is_quick: bool = False) -> Loaded:
+        """Read and check one for this rank; nothing is overwritten. `is_quick`: training waits for it.
+
+        Raises `CheckpointError` when it is damaged, `Unfit` when it is sound and cannot be restored here.
+        """
+        folder = self.root / checkpoint
+        loaded = load_verified(
+            folder, self.parts, self._storage, rank=self.rank, world_size=self.world_size, is_quick=is_quick
+        )
+        check(self.parts, loaded, allow_without_data=allow_without_data)
+        return loaded
+
+    def put_back(self, loaded: Loaded, *, skip_batches: int, refused: dict[str, str]) -> RestoreReport:
+        """Overwrite the live state. Raises `CheckpointError` before the first change, `PartlyRestored` after it."""
+        return put_back(self.parts, loaded, skip_batches=skip_batches, refused=refused)
+
+    def refuse(self, checkpoint: str, why: str) -> None:
+        """It is damaged: nobody shall go back to it."""
+        logger.warning("checkpoint refused: %s", why)
+        try:
+            self.label(checkpoint, "tainted", f"damaged: {why}")
+        except CheckpointError as error:
+            logger.warning("%s", error)
+
+    def target(self, checkpoint: str) -> CheckpointRecord:
+        """The record of a target. Raises `CheckpointError` for an unknown, tainted or pending id."""
+        self.ledger.refresh()
+        record = self.ledger.find(checkpoint)
+        if record.label in ("tainted", "pending"):
+            raise CheckpointError(f"{checkpoint} is {record.label}: {record.reason or 'no reason given'}")
+        return record
+
     def restore(
-        self, checkpoint: str, *, skip_batches: int = 0, allow_without_data: bool = False, fall_back: bool = True
+        self,
+        checkpoint: str,
+        *,
+        skip_batches: int = 0,
+        allow_without_data: bool = False,
+        fall_back: bool = True,
+        is_quick: bool = False,
     ) -> RestoreReport:
-        """Bring the whole process back to a checkpoint, in place; what was restored.
+        """Bring this process alone back to a checkpoint, in place; what was restored.
 
         A damaged checkpoint is marked tainted, and the next older one of the same or a better label takes its
         place if `fall_back`. Raises `CheckpointError` with nothing overwritten: unknown, tainted or pending id,
@@ -155,31 +305,39 @@ class CheckpointManager:
         """
         if skip_batches < 0:
             raise CheckpointError(f"skip_batches is {skip_batches}; it cannot be negative")
-        record = self.ledger.find(checkpoint)
-        if record.label in ("tainted", "pending"):
-            raise CheckpointError(f"{checkpoint} is {record.label}: {record.reason or 'no reason given'}")
+        record: CheckpointRecord | None = self.target(checkpoint)
         refused: dict[str, str] = {}
-        while True:
+        while record is not None:
             try:
-                loaded = load_verified(self.root / record.checkpoint)
-                break
+                loaded = self.load(record.checkpoint, allow_without_data=allow_without_data, is_quick=is_quick)
+            except Unfit:
+                raise
             except CheckpointError as error:
-                logger.warning("checkpoint refused: %s", error)
                 refused[record.checkpoint] = str(error)
-                self._label_quietly(record.checkpoint, "tainted", f"damaged: {error}")
-                older = rollback_target(self.records(), record.step, exclude=list(refused)) if fall_back else None
-                if older is None:
-                    raise CheckpointError("; ".join(refused.values()) + "; no older one is intact") from error
-                record = older
-        return put_back(
-            self.parts, loaded, skip_batches=skip_batches, allow_without_data=allow_without_data, refused=refused
+                self.refuse(record.checkpoint, str(error))
+                record = self.next_older(record, refused) if fall_back else None
+            else:
+                return self.put_back(loaded, skip_batches=skip_batches, refused=refused)
+        raise CheckpointError("; ".join(refused.values()) + "; no older one is intact")
+
+    def next_older(self, record: CheckpointRecord, refused: dict[str, str]) -> CheckpointRecord | None:
+        """What takes the place of one that is damaged."""
+        return rollback_target(self.records(), record.step, exclude=list(refused))
+
+    def was_made_before(self, checkpoint: str, *, skip_batches: int, setting: str) -> bool:
+        """Whether the run has gone back to it already, to replay the same batches under the same setting."""
+        return any(
+            (done.checkpoint, done.skip_batches, done.setting) == (checkpoint, skip_batches, setting)
+            for done in self.ledger.rollbacks
         )
 
-    def note_rollback(self, report: RestoreReport, *, from_step: int, skip_batches: int) -> None:
+    def note_rollback(self, report: RestoreReport, *, from_step: int, skip_batches: int, setting: str = "") -> None:
         """Write a rollback into the ledger; later checkpoints belong to a timeline that is given up: tainted.
 
         Raises `CheckpointError` when it cannot be made durable (it holds in this process all the same).
         """
+        if not self.is_writer:
+            return
         failures = []
         for record in self.records():
             if record.step > report.step and record.label != "tainted":
@@ -196,16 +354,11 @@ class CheckpointManager:
                 attempt=self._attempt(),
                 skip_batches=skip_batches,
                 time_unix=self._clock(),
+                setting=setting,
             )
         )
         if failures:
             raise failures[0]
-
-    def _label_quietly(self, checkpoint: str, label: CheckpointLabel, reason: str) -> None:
-        try:
-            self.label(checkpoint, label, reason)
-        except CheckpointError as error:
-            logger.warning("%s", error)
 
     def _free_name(self, step: int, attempt: int) -> str:
         name = f"step-{step:08d}-attempt-{attempt}"
@@ -214,3 +367,11 @@ class CheckpointManager:
             suffix += 1
             name = f"step-{step:08d}-attempt-{attempt}-{suffix}"
         return name
+
+
+def _replicas_apart(layout: str, checksums: list[str]) -> str | None:
+    """Copies of a model that are none: the first rank whose parameters differ from the first rank's."""
+    if layout != "replicas":
+        return None
+    other = next((rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]), None)
+    return None if other is None else f"parameters of rank {other} are not those of rank 0"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from fp8watch.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NAME = "manifest.json"
 
 
@@ -21,6 +22,28 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     bytes: int
     sha256: str
+    """Of its contents; of a large one, over the binary SHA-256 sums of its pieces."""
+    piece_bytes: int = 0
+    """Size of the pieces; 0: hashed as a whole."""
+    quick_sum: str = ""
+    """See `fp8watch.checkpoints.quick_sum`; empty: only SHA-256 is known."""
+
+
+class RankPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of several has saved: `part-<rank>.json` until the manifest is written."""
+
+    rank: int
+    failed: str = ""
+    """Why it could not save; the checkpoint is given up then."""
+    samples: int = 0
+    parts: list[str] = []
+    absent: dict[str, str] = {}
+    learning_rate: list[float] = []
+    parameter_checksum: str = ""
+    """Of the parameters as this rank holds them."""
+    rng_sha256: str = ""
+    """Digest of its own random state."""
+    files: dict[str, FileEntry] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,12 +56,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Optimizer updates done."""
     samples: int
-    """Samples consumed; 0 when the data position is not included."""
+    """Samples consumed, by all ranks together; 0 when the data position is not included."""
     data_position_included: bool
     time_unix: float
     world_size: int
     parts: list[str]
-    """What is inside: model, optimizer, scheduler, scaler, rng, fp8, data."""
+    """What is inside: model, optimizer, scheduler, scaler, rng, fp8, data. Of several ranks, what all of them have."""
     absent: dict[str, str]
     """What is not inside, and why."""
     learning_rate: list[float]
@@ -46,9 +69,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parameter_checksum: str
     """See `fp8watch.checkpoints.checksum`."""
     rng_sha256: str
-    """Digest of the random state."""
+    """Digest of the random state (of rank 0)."""
     files: dict[str, FileEntry]
     versions: dict[str, str]
+    layout: Literal["whole", "replicas", "shards"] = "whole"
+    """See `fp8watch.checkpoints.place`."""
+    storage: str = "torch"
+    """What wrote model and optimizer: torch, dcp or callback."""
+    ranks: list[RankPart] = []
+    """Of each of several ranks, in their order."""
     manifest_sha256: str = ""
     """Sum of the manifest's JSON with this field empty: a flipped bit in a number is noticed, too."""
 

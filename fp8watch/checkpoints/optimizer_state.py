@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fp8watch.checkpoints.sharding import from_shard, is_shard
 from fp8watch.errors import CheckpointError
 
 
@@ -36,11 +37,14 @@ def check(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes != saved_sizes:
         raise CheckpointError(f"optimizer groups of {saved_sizes} parameters were saved, here are {sizes}")
-    live = [parameter for group in groups for parameter in group["params"]]
+    live = _live(optimizer)
     for index, state in saved["state"].items():
         if not isinstance(index, int) or index >= len(live):
             continue
         for key, value in state.items():
+            if is_shard(value):
+                from_shard(value, live[index], f"optimizer state {key!r} of parameter {index}")
+                continue
             current = optimizer.state.get(live[index], {}).get(key)
             if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and value.shape != current.shape:
                 raise CheckpointError(
@@ -52,9 +56,10 @@ def check(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
 def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Put the saved state (the form of `Optimizer.state_dict`) back. Call `check` first."""
     if uses_own_loading(optimizer):
-        optimizer.load_state_dict(saved)
+        # Copies: a tensor of the file must not become one of the optimizer.
+        optimizer.load_state_dict(_copied(_unsharded(saved, optimizer)))
         return
-    live = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    live = _live(optimizer)
     with torch.no_grad():
         kept: set[Any] = set()
         for index, state in saved["state"].items():
@@ -75,6 +80,8 @@ def _restore_values(
 ) -> None:
     for key, value in saved.items():
         current = target.get(key)
+        if is_shard(value):
+            value = from_shard(value, owner, f"optimizer state {key!r}")
         if isinstance(value, torch.Tensor):
             if isinstance(current, torch.Tensor) and current.shape == value.shape and current.dtype == value.dtype:
                 current.copy_(value)
@@ -89,3 +96,29 @@ def _restore_values(
     if group is None:
         for key in [key for key in target if key not in saved]:
             del target[key]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _live(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _unsharded(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    live = _live(optimizer)
+    state = {
+        index: {
+            key: from_shard(value, live[index], f"optimizer state {key!r}") if is_shard(value) else value
+            for key, value in entry.items()
+        }
+        if isinstance(entry, dict)
+        else entry
+        for index, entry in saved["state"].items()
+    }
+    return {**saved, "state": state}

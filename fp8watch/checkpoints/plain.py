@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp8watch.checkpoints.sharding import is_sharded, to_shard
 from fp8watch.errors import CheckpointError
 
 
@@ -22,6 +23,8 @@ def to_plain(value: Any, name: str) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device):
         return value
+    if is_sharded(value):
+        return to_shard(value)
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, np.ndarray):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +9,15 @@ from typing import Any
 
 import torch
 
-from fp8watch.checkpoints import contents, manifest, optimizer_state, rng
+from fp8watch.checkpoints import contents, elastic, manifest, optimizer_state, rng
 from fp8watch.checkpoints.checksum import parameter_checksum
-from fp8watch.checkpoints.files import verify
-from fp8watch.checkpoints.manifest import Manifest
+from fp8watch.checkpoints.files import check_sizes, is_on_network, verify
+from fp8watch.checkpoints.fp8_state import form_differs, not_restored
+from fp8watch.checkpoints.manifest import FileEntry, Manifest, RankPart
 from fp8watch.checkpoints.parts import TrainingParts
+from fp8watch.checkpoints.place import core
+from fp8watch.checkpoints.sharding import from_shard, is_shard
+from fp8watch.checkpoints.storage import Restore, Storage
 from fp8watch.errors import CheckpointError
 
 
@@ -22,12 +25,25 @@ class PartlyRestored(CheckpointError):
     """Restoring failed after overwriting had begun: live state is mixed and must not be trained on."""
 
 
+class Unfit(CheckpointError):
+    """The checkpoint is sound, but is not one of this model, optimizer or number of ranks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A checkpoint that was read and found intact, on the CPU."""
+    """A checkpoint that was read and found intact, as far as this rank needs it."""
 
     manifest: Manifest
-    files: dict[str, Any]
+    model: dict[str, Any]
+    """`state` and `buffers`; without parameters where a storage of its own has them."""
+    optimizer: dict[str, Any] | None
+    state: dict[str, Any]
+    world_size: int
+    """Ranks that are here."""
+    part: RankPart | None = None
+    """What this rank had saved; None: it was not there, or there was one rank only."""
+    restore_weights: Restore | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,56 +56,101 @@ class RestoreReport:
     attempt: int
     """The attempt it was saved in."""
     samples: int
-    """Samples consumed up to it; 0 without data position."""
+    """Samples consumed up to it, by this rank; 0 without data position."""
     data_restored: bool
     parameter_checksum: str
     learning_rate: list[float]
     restored: list[str]
     refused: dict[str, str] = field(default_factory=dict)
     """Damaged checkpoints and what is wrong with each."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know about it."""
 
 
-def load_verified(folder: Path) -> Loaded:
-    """Read a checkpoint whole. Raises `CheckpointError` when a file is missing, differs or is no plain data."""
-    described = manifest.read(folder)
-    needed = {contents.MODEL, contents.OPTIMIZER, contents.STATE}
-    if missing := sorted(needed - set(described.files)):
-        raise CheckpointError(f"{folder.name}: the manifest names no {', '.join(missing)}")
-    verify(folder, described.files)
-    files: dict[str, Any] = {}
-    for name in sorted(needed):
-        try:
-            data = (folder / name).read_bytes()
-            files[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{folder.name}/{name} cannot be loaded: {error}") from error
-    return Loaded(manifest=described, files=files)
+def load_verified(
+    folder: Path, parts: TrainingParts, storage: Storage, *, rank: int, world_size: int, is_quick: bool = False
+) -> Loaded:
+    """Read and check what this rank needs. Nothing is overwritten. `is_quick`: by the quick sums, not SHA-256.
 
-
-def put_back(
-    parts: TrainingParts,
-    loaded: Loaded,
-    *,
-    skip_batches: int,
-    allow_without_data: bool,
-    refused: dict[str, str],
-) -> RestoreReport:
-    """Overwrite the live state with a loaded one.
-
-    Raises `CheckpointError` before the first change when it does not fit, `PartlyRestored` after it.
+    Raises `CheckpointError` when a file is missing, differs or is no plain data, `Unfit` when it is sound and does not
+    fit here.
     """
-    state = loaded.files[contents.STATE]
-    targets = {"scheduler": parts.scheduler, "scaler": parts.active_scaler, "fp8": parts.controls}
-    _check(parts, loaded, targets)
-    data = parts.data if parts.data is not None and parts.data.unavailable is None and "data" in state else None
-    if data is None and not allow_without_data:
-        reason = parts.data_unavailable or loaded.manifest.absent.get("data", "it was saved without")
-        raise CheckpointError(f"{loaded.manifest.checkpoint}: no data position ({reason}); set allow_without_data")
+    described = manifest.read(folder)
+    if described.storage != storage.name:
+        raise Unfit(f"{folder.name}: written by {described.storage}, here {storage.name} is in use")
+    try:
+        place = elastic.place_in(described, rank, world_size)
+    except CheckpointError as error:
+        raise Unfit(str(error)) from error
+    check_sizes(folder, described.files)  # all of them: another rank's missing file is of no use to anybody
+    needed = [place.state_file]
+    if not storage.writes_own_files:
+        needed += [place.model_file, place.optimizer_file]
+    if missing := sorted(set(needed) - set(described.files)):
+        raise CheckpointError(f"{folder.name}: the manifest names no {', '.join(missing)}")
+    verify(folder, _share(described, needed, rank, world_size), is_quick=is_quick)
+    # The weights are mapped and not read: the restore copies them anyway, and a rollback waits for both.
+    can_map = not is_on_network(folder)
+    files = {name: _read(folder, name, is_mapped=can_map and name != place.state_file) for name in needed}
+    state = files[place.state_file]
+    notes = elastic.adapt(state, described, rank, world_size)
+    own = state.get(contents.OWN)
+    if storage.writes_own_files:
+        model, optimizer = own, None
+        restore = storage.load(folder, parts, state[contents.KEPT])
+    else:
+        model, optimizer, restore = files[place.model_file], files[place.optimizer_file], None
+        if own is not None:
+            model = {"state": {**model["state"], **own["state"]}, "buffers": own["buffers"]}
+    part = next((item for item in described.ranks if item.rank == rank), None)
+    return Loaded(
+        manifest=described, model=model, optimizer=optimizer, state=state, world_size=world_size, part=part,
+        restore_weights=restore, notes=notes,
+    )  # fmt: skip
+
+
+def _share(described: Manifest, needed: list[str], rank: int, world_size: int) -> dict[str, FileEntry]:
+    """Files whose contents this rank checks: what it reads, and its share of those that any rank may read."""
+    if not described.ranks:
+        return described.files
+    in_folders = sorted(name for name in described.files if "/" in name)
+    mine = {*needed, *in_folders[rank::world_size]}
+    return {name: entry for name, entry in described.files.items() if name in mine}
+
+
+def _read(folder: Path, name: str, *, is_mapped: bool) -> Any:
+    try:
+        return torch.load(folder / name, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{folder.name}/{name} cannot be loaded: {error}") from error
+
+
+def check(parts: TrainingParts, loaded: Loaded, *, allow_without_data: bool) -> None:
+    """Compare what was read with the live objects. Raises `Unfit` with nothing changed."""
+    try:
+        _check(parts, loaded)
+        if not allow_without_data and not _has_data(parts, loaded):
+            reason = parts.data_unavailable or loaded.manifest.absent.get("data", "it was saved without")
+            raise CheckpointError(
+                f"{loaded.manifest.checkpoint}: no data position ({reason}); set allow_without_data"
+            )  # fmt: skip
+    except CheckpointError as error:
+        raise Unfit(str(error)) from error
+
+
+def put_back(parts: TrainingParts, loaded: Loaded, *, skip_batches: int, refused: dict[str, str]) -> RestoreReport:
+    """Overwrite the live state with a loaded one that `check` has passed.
+
+    Raises `CheckpointError` before the first change, `PartlyRestored` after it.
+    """
+    saved = loaded.manifest
+    targets = _targets(parts)
+    data = parts.data if _has_data(parts, loaded) else None
     if data is not None:
         # First, because a loader may refuse; it is wound forward again then.
         before = data.state_dict()
         try:
-            data.load_state_dict(state["data"], skip_batches=skip_batches)
+            data.load_state_dict(loaded.state["data"], skip_batches=skip_batches)
         except Exception as error:
             try:
                 data.load_state_dict(before)
@@ -99,21 +160,16 @@ def put_back(
     try:
         _overwrite(parts, loaded, targets)
     except Exception as error:
-        raise PartlyRestored(f"{loaded.manifest.checkpoint}: restoring stopped half-way: {error}") from error
-    reached = parameter_checksum(parts.model)
-    if reached != loaded.manifest.parameter_checksum:
-        raise PartlyRestored(
-            f"{loaded.manifest.checkpoint}: parameters have checksum {reached} after the restore, "
-            f"{loaded.manifest.parameter_checksum} was saved"
-        )
+        raise PartlyRestored(f"{saved.checkpoint}: restoring stopped half-way: {error}") from error
+    reached = _compare(parts, loaded)
     return RestoreReport(
-        checkpoint=loaded.manifest.checkpoint,
-        step=loaded.manifest.step,
-        attempt=loaded.manifest.attempt,
-        samples=loaded.manifest.samples,
+        checkpoint=saved.checkpoint,
+        step=saved.step,
+        attempt=saved.attempt,
+        samples=int(loaded.state["data"].get("samples", 0)) if data is not None else 0,
         data_restored=data is not None,
         parameter_checksum=reached,
-        learning_rate=loaded.manifest.learning_rate,
+        learning_rate=saved.learning_rate,
         restored=[
             "model",
             "optimizer",
@@ -122,36 +178,68 @@ def put_back(
             *(["data"] if data is not None else []),
         ],
         refused=refused,
+        notes=loaded.notes,
     )
 
 
-def _check(parts: TrainingParts, loaded: Loaded, targets: dict[str, Any]) -> None:
-    name = loaded.manifest.checkpoint
-    if loaded.manifest.world_size != 1:
-        raise CheckpointError(f"{name}: saved by {loaded.manifest.world_size} ranks, here is 1")
-    model, state = loaded.files[contents.MODEL], loaded.files[contents.STATE]
-    for kind, live in (
-        ("state", parts.model.state_dict()),
-        ("buffers", contents.unsaved_buffers(parts.model)),
-    ):
-        saved = model[kind]
+def _targets(parts: TrainingParts) -> dict[str, Any]:
+    return {"scheduler": parts.scheduler, "scaler": parts.active_scaler, "fp8": parts.controls}
+
+
+def _has_data(parts: TrainingParts, loaded: Loaded) -> bool:
+    return parts.data is not None and parts.data.unavailable is None and "data" in loaded.state
+
+
+def _compare(parts: TrainingParts, loaded: Loaded) -> str:
+    """Whether what was saved is what is there now; the parameters' checksum. Raises `PartlyRestored`."""
+    saved, part = loaded.manifest, loaded.part
+    is_same_world = loaded.world_size == saved.world_size
+    reached = parameter_checksum(parts.model)
+    wanted = part.parameter_checksum if part is not None and saved.layout == "shards" else saved.parameter_checksum
+    if reached != wanted and (is_same_world or saved.layout != "shards"):
+        raise PartlyRestored(
+            f"{saved.checkpoint}: parameters have checksum {reached} after the restore, {wanted} was saved"
+        )
+    if parts.controls is not None and (wrong := not_restored(loaded.state["fp8"], parts.controls.state_dict())):
+        raise PartlyRestored(f"{saved.checkpoint}: {wrong}")
+    now = rng.capture()
+    is_comparable = is_same_world and ("cuda" in now) == ("cuda" in loaded.state["rng"])
+    digest = contents.rng_digest(now)
+    if is_comparable and digest != (part.rng_sha256 if part is not None else saved.rng_sha256):
+        raise PartlyRestored(f"{saved.checkpoint}: the random state after the restore is not the one that was saved")
+    return reached
+
+
+def _check(parts: TrainingParts, loaded: Loaded) -> None:
+    name, saved_state = loaded.manifest.checkpoint, loaded.state
+    inner = core(parts.model)
+    parameters = {key for key, _ in inner.named_parameters(remove_duplicate=False)}
+    for kind, live in (("state", inner.state_dict()), ("buffers", contents.unsaved_buffers(inner))):
+        saved = loaded.model[kind]
+        if loaded.restore_weights is not None:
+            live = {key: value for key, value in live.items() if key not in parameters}
         if different := sorted(set(saved) ^ set(live)):
             raise CheckpointError(f"{name}: the model differs in {', '.join(different[:5])}")
         for key, value in saved.items():
             here = live[key]
             if key.endswith("_extra_state") or not isinstance(here, torch.Tensor):
                 continue  # an encoded blob whose length may change
+            if is_shard(value):
+                value = from_shard(value, here, f"{name}: {key}")
             if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (here.shape, here.dtype):
                 raise CheckpointError(f"{name}: {key} is {_kind(value)}, here {_kind(here)}")
-    optimizer_state.check(parts.optimizer, loaded.files[contents.OPTIMIZER])
-    for part, target in targets.items():
-        if target is not None and part not in state:
+    if loaded.optimizer is not None:
+        optimizer_state.check(parts.optimizer, loaded.optimizer)
+    for part, target in _targets(parts).items():
+        if target is not None and part not in saved_state:
             raise CheckpointError(f"{name}: saved without {part} ({loaded.manifest.absent.get(part, 'unknown')})")
+    if parts.controls is not None and (wrong := form_differs(saved_state["fp8"], parts.controls.state_dict())):
+        raise CheckpointError(f"{name}: {wrong}")
     if parts.scheduler is not None:
-        differing = sorted(set(state["scheduler"]) ^ set(parts.scheduler.state_dict()))
+        differing = sorted(set(saved_state["scheduler"]) ^ set(parts.scheduler.state_dict()))
         if differing:
             raise CheckpointError(f"{name}: the scheduler is another one, it differs in {', '.join(differing[:5])}")
-    if problem := rng.check(state["rng"]):
+    if problem := rng.check(saved_state["rng"]):
         raise CheckpointError(f"{name}: {problem}")
 
 
@@ -160,17 +248,25 @@ def _kind(value: Any) -> str:
 
 
 def _overwrite(parts: TrainingParts, loaded: Loaded, targets: dict[str, Any]) -> None:
-    model, state = loaded.files[contents.MODEL], loaded.files[contents.STATE]
-    parts.model.load_state_dict(model["state"], strict=True)
+    inner = core(parts.model)
+    live = inner.state_dict()
+    state = {
+        key: from_shard(value, live[key], key) if is_shard(value) else value
+        for key, value in loaded.model["state"].items()
+    }
+    if loaded.restore_weights is not None:
+        loaded.restore_weights()
+    inner.load_state_dict(state, strict=loaded.restore_weights is None)
     with torch.no_grad():
-        for name, buffer in contents.unsaved_buffers(parts.model).items():
-            buffer.copy_(model["buffers"][name])
+        for name, buffer in contents.unsaved_buffers(inner).items():
+            buffer.copy_(loaded.model["buffers"][name])
         # Gradients belong to the timeline that is given up.
         for parameter in parts.model.parameters():
             parameter.grad = None
-    optimizer_state.restore(parts.optimizer, loaded.files[contents.OPTIMIZER])
+    if loaded.optimizer is not None:
+        optimizer_state.restore(parts.optimizer, loaded.optimizer)
     parts.optimizer.zero_grad(set_to_none=True)
     for part, target in targets.items():
         if target is not None:
-            target.load_state_dict(state[part])
-    rng.restore(state["rng"])
+            target.load_state_dict(loaded.state[part])
+    rng.restore(loaded.state["rng"])

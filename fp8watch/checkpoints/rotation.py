@@ -17,14 +17,17 @@ from fp8watch.records import CheckpointRecord
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished-"
-"""Prefix of a folder that is being written; `<prefix><checkpoint>.<pid>`."""
+"""Prefix of a folder that is being written; `<prefix><checkpoint>.<pid>`, of several ranks
+`<prefix><checkpoint>.ranks`."""
 
 
 def surplus(records: Sequence[CheckpointRecord], keep: int) -> list[CheckpointRecord]:
     """What rotation removes, `records` being in the order of saving: tainted ones first, then the oldest.
 
-    Never the newest good one: it is what a rollback needs when everything younger is in doubt.
+    Never the newest good one: it is what a rollback needs when everything younger is in doubt. One that is pending
+    counts for nothing, and is no reason to remove an older one.
     """
+    records = [record for record in records if record.label != "pending"]
     excess = len(records) - keep
     if excess <= 0:
         return []

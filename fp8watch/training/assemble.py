@@ -15,6 +15,7 @@ from fp8watch.actions.lr_control import LrControl
 from fp8watch.actions.registry import build_actions
 from fp8watch.actions.skip_guard import SkipGuard
 from fp8watch.capture import sources
+from fp8watch.capture.closer import CloserOptions
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.parts import TrainingParts
@@ -22,6 +23,7 @@ from fp8watch.controller import markers
 from fp8watch.errors import CheckpointError, Halted, RanksApart
 from fp8watch.identity import Identity, identify
 from fp8watch.policy.schema import Policy
+from fp8watch.security import Verifier, load_ring
 from fp8watch.settings import Settings
 from fp8watch.training import report
 from fp8watch.training.agreement.all_ranks import AllRanks
@@ -72,10 +74,11 @@ class Made:
 
 
 def assemble(arguments: Arguments) -> Made:
-    """Build a watch and attach it. Raises `BadInput` for an agent address that is none and
+    """Build a watch and attach it. Raises `BadInput` for an agent address that is none or a key that is bad, and
     `Halted` for a run that was halted, before anything is started."""
     settings = arguments.settings
     identity = identify(arguments.run, settings.run)
+    verifier = Verifier(load_ring(settings, "command"))
     _refuse_halted(settings, identity)
     channel = Channel(run=identity.run, settings=settings, local_rank=identity.local_rank)
     folder = places.run_folder(settings.dir, identity.run)
@@ -85,7 +88,8 @@ def assemble(arguments: Arguments) -> Made:
     joined = _join(arguments, identity, journal)
     session = Session(
         identity=identity, directory=settings.dir, guard=guard, journal=journal, agreement=joined.agreement,
-        attempt=joined.attempt, disarm=Disarm(settings, identity.run), policy_text=arguments.policy_text,
+        attempt=joined.attempt, peers=joined.peers, agreement_seconds=settings.agreement_seconds,
+        disarm=Disarm(settings, identity.run), policy_text=arguments.policy_text,
         policy_name=arguments.policy_name, framework=found.framework,
     )  # fmt: skip
     if session.journal.unavailable is not None:
@@ -95,7 +99,7 @@ def assemble(arguments: Arguments) -> Made:
     session.warmup_steps = getattr(session.actions.get("lengthen_warmup"), "warmup_steps", None)
     _arm_skip(arguments, session)
     session.recorder = _recorder(arguments, identity, session, found)
-    session.uplink = Uplink(channel, guard, session.checkpoint_records)
+    session.uplink = Uplink(channel, guard, session.checkpoint_records, verifier)
     if session.context.checkpoints is not None:
         session.context.checkpoints.on_change = session.uplink.send
     boundary = _boundary(arguments, identity, session)
@@ -121,9 +125,11 @@ def _refuse_halted(settings: Settings, identity: Identity) -> None:
 def _join(arguments: Arguments, identity: Identity, journal: Journal) -> Joined:
     """Meet the other ranks. What standing rules depend on has to be the same on all of them."""
     has_scaler = arguments.scaler is not None and bool(arguments.scaler.is_enabled())
+    saves = arguments.checkpoints
+    cadence = None if saves is None else (saves.every, saves.format, saves.background)
     return join(
         identity, arguments.settings, attempt=journal.last_attempt + 1, acts=arguments.policy.mode != "observe",
-        policy=policy_digest(arguments.policy_text, arguments.policy_name, has_scaler),
+        policy=policy_digest(arguments.policy_text, arguments.policy_name, has_scaler, cadence),
     )  # fmt: skip
 
 
@@ -134,12 +140,11 @@ def _context(arguments: Arguments, identity: Identity, session: Session, found: 
         scaler=arguments.scaler, controls=found.controls, data=data,
     )  # fmt: skip
     manager = None
-    if arguments.checkpoints is not None and identity.world_size > 1:
-        session.note("checkpoints= is not used in a run of several ranks yet: let the training loop save them")
-    elif arguments.checkpoints is not None:
+    if arguments.checkpoints is not None:
         try:
             manager = CheckpointManager(
-                arguments.checkpoints, parts, run=identity.run, attempt=lambda: session.attempt
+                arguments.checkpoints, parts, run=identity.run, attempt=lambda: session.attempt,
+                rank=identity.rank, world_size=identity.world_size,
             )  # fmt: skip
         except (CheckpointError, OSError) as error:
             session.note(f"no checkpoints will be saved: {error}")
@@ -188,6 +193,15 @@ def _recorder(arguments: Arguments, identity: Identity, session: Session, found:
         scaler=arguments.scaler, lr=session.context.lr, clip=session.context.clip, skip=session.context.skip,
         sources=found.sources, unseen=found.unseen, guard=session.guard, note=session.note,
         may_act=lambda: session.disarm.reason() is None, statistics_every=arguments.settings.statistics_every,
+        closer=_closer_options(arguments.settings),
+        modules=() if found.controls is None else tuple(session.guard.call("modules", found.controls.modules) or ()),
+    )  # fmt: skip
+
+
+def _closer_options(settings: Settings) -> CloserOptions:
+    return CloserOptions(
+        statistics_every=settings.statistics_every, what_if_every=settings.what_if_every,
+        shadow_every=settings.shadow_every, overhead_budget=settings.overhead_budget,
     )  # fmt: skip
 
 
@@ -199,4 +213,5 @@ def _boundary(arguments: Arguments, identity: Identity, session: Session) -> Bou
         rank=identity.rank, actions=session.actions, capabilities=session.capabilities, journal=session.journal,
         agreement=session.agreement, disarm=session.disarm, mode=arguments.policy.mode, send=session.uplink.send,
         attempt=lambda: session.attempt, on_broken=broken, on_stop=session.stop,
+        objection=lambda command: session.guard.call("evidence", session.evidence.objection, command),
     )  # fmt: skip

@@ -23,6 +23,7 @@ import torch
 from fp8watch import policy as policies
 from fp8watch import rng
 from fp8watch.checkpoints import Checkpoints
+from fp8watch.errors import BadInput, Refused
 from fp8watch.policy.load import parse, read
 from fp8watch.settings import Settings, from_environment
 from fp8watch.training import report
@@ -66,9 +67,11 @@ def attach(
     `policy`: a file, the name of a shipped policy, or YAML text; None: observe. `forward`: runs the coming batch
     forward and returns its loss (for `recheck`). A second call with the same arguments returns the same watch.
     With several ranks this is a collective call when the policy acts (`Settings.join_seconds` limits the waiting), or
-    when there is no run name from launcher or argument.
+    when there is no run name from launcher or argument. With a policy that acts it waits for the process that decides
+    (at most `Settings.start_seconds`), so that a fault in the first steps is answered in time.
 
-    Raises `BadInput` for a bad policy or setting, `ValueError` for a second attach with other arguments, `TypeError`
+    Raises `Refused`, a `BadInput` that ends the process with exit code 2 unless it is caught, for a bad policy or
+    setting, `ValueError` for a second attach with other arguments, `TypeError`
     for a model or optimizer that is none, `Halted` for a run that was halted and not released.
     """
     arguments = {
@@ -84,6 +87,9 @@ def attach(
     generators = rng.snapshot()
     try:
         return _attach(arguments, settings)
+    except BadInput as error:
+        sys.stderr.write(f"{error}\n")
+        raise Refused(error.problems) from None
     finally:
         rng.restore(generators)
 
@@ -123,6 +129,10 @@ def _attach(arguments: dict[str, Any], settings: Settings | None) -> Watch:
     atexit.register(_at_exit, weakref.ref(watch), os.getpid())
     if made.session.identity.rank == 0 and settings.report:
         report.say(made.report)
+    session = made.session
+    can_act = parsed.mode != "observe" and not (session.agreement.unavailable or session.journal.unavailable)
+    if can_act and settings.start_seconds > 0 and not session.uplink.await_agent(settings.start_seconds):
+        watch.note_once("the process that decides is not there yet; training begins, and nothing acts until it is")
     return watch
 
 

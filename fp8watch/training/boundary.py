@@ -16,10 +16,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fp8watch.actions.base import Action, Applied
+from fp8watch.actions.joint import Answer, Choosing
 from fp8watch.checkpoints.restore import PartlyRestored
 from fp8watch.errors import ActionError, CheckpointError
 from fp8watch.records import Command, CommandResult, Mode, Verb
-from fp8watch.training.agreement.base import Agreement, Candidate, Fate, Joint, MustStop, Refusal, Ruling, Status
+from fp8watch.training.agreement.base import (
+    Agreement,
+    Candidate,
+    Fate,
+    Joint,
+    MustStop,
+    Refusal,
+    Ruling,
+    Status,
+    asks_first,
+)
 from fp8watch.training.disarm import Disarm
 from fp8watch.training.journal import Journal
 
@@ -69,9 +80,11 @@ class Boundary:
         attempt: Callable[[], int],
         on_broken: Callable[[str], None],
         on_stop: Callable[[str], None] | None = None,
+        objection: Callable[[Command], str | None] = lambda command: None,
     ) -> None:
         """`on_broken` is told when an action has left the training state mixed: it must not be trained on.
-        `on_stop` when ranks may be in different states: this one must not make another optimizer step."""
+        `on_stop` when ranks may be in different states: this one must not make another optimizer step. `objection`
+        says why this rank does not agree to a command that it could carry out."""
         self._rank = rank
         self._actions = actions
         self._capabilities = capabilities
@@ -83,6 +96,7 @@ class Boundary:
         self._attempt = attempt
         self._on_broken = on_broken
         self._on_stop = on_stop or on_broken
+        self._objection = objection
         self._waiting: list[Command] = []
         self._watched: list[_Watched] = []
         self._applied: dict[str, Applied] = {}
@@ -169,12 +183,15 @@ class Boundary:
         unavailable = self._agreement.unavailable or self._journal.unavailable
         if unavailable is None and command.verb == "apply":
             unavailable = self._capabilities().get(command.action)
-        return ("unavailable", unavailable) if unavailable else None
+        if unavailable:
+            return "unavailable", unavailable
+        objection = self._objection(command)
+        return ("vetoed", objection) if objection is not None else None
 
     def _carry_out(self, command: Command, step: int) -> None:
         action = self._actions.get(command.action)
         did = self._do(command, action, step)
-        joint = self._agreement.confirm(did.fate, can_undo=command.verb == "apply")
+        joint = self._agreement.confirm(did.fate, can_undo=command.verb == "apply" and not asks_first(command))
         if joint.verdict == "undo" and did.applied is not None and action is not None:
             joint = self._undo(action, did.applied, joint)
         if joint.verdict == "same":
@@ -190,17 +207,26 @@ class Boundary:
     def _do(self, command: Command, action: Action | None, step: int) -> _Did:
         """Change what the command asks for. Lets nothing out: other ranks wait to hear what it came to."""
         if action is None:
-            return _Did(fate=Fate.FAILED, detail=f"unknown action {command.action}", is_begun=False)
+            cannot = f"unknown action {command.action}"
+            if asks_first(command):
+                self._agreement.lowest(Answer.CANNOT, "begin")
+            return _Did(fate=Fate.FAILED, detail=cannot, is_begun=False)
+        cannot = ""
         try:
             self._journal.begin(command, step)
         except OSError as error:
-            detail = f"journal could not be synced, nothing was done: {error}"
-            return _Did(fate=Fate.FAILED, detail=detail, is_begun=False)
+            cannot = f"journal could not be synced, nothing was done: {error}"
+        if asks_first(command):
+            cannot = self._choose(action, command, step, cannot)
+        if cannot:
+            return _Did(fate=Fate.FAILED, detail=cannot, is_begun=self._journal.knows(command))
         try:
             if command.verb == "revert":
                 self._revert(command, action)
                 return _Did(fate=Fate.DONE)
             return _Did(fate=Fate.DONE, applied=action.apply(step, dict(command.params)))
+        except MustStop:
+            raise
         except PartlyRestored as error:
             return _Did(fate=Fate.UNKNOWN, detail=str(error), broken=f"{command.action}: {error}")
         except (ActionError, CheckpointError) as error:
@@ -208,6 +234,19 @@ class Boundary:
         except Exception as error:
             logger.warning("fp8watch: %s failed", command.action, exc_info=error)
             return _Did(fate=Fate.UNKNOWN, detail=f"{type(error).__name__}: {error}")
+
+    def _choose(self, action: Action, command: Command, step: int, cannot: str) -> str:
+        """Settle with the other ranks whether and how it can be done, with nothing changed; why not, else empty.
+
+        Every rank asks the same questions, also one that cannot."""
+        if cannot or not isinstance(action, Choosing):
+            self._agreement.lowest(Answer.CANNOT, "begin")
+            return cannot or f"{command.action} chooses no target"
+        try:
+            action.choose(step, dict(command.params), lambda a, about: Answer(self._agreement.lowest(a, about)))
+        except (ActionError, CheckpointError) as error:
+            return str(error)
+        return ""
 
     def _conclude(self, command: Command, action: Action | None, did: _Did, step: int) -> None:
         """Every rank is where this one is: write down and answer what it came to."""
@@ -259,9 +298,10 @@ class Boundary:
             logger.warning("fp8watch: read-back of %s failed", watched.command.action, exc_info=error)
             ok, observed, detail = False, {}, f"read-back failed: {type(error).__name__}: {error}"
         if ok is None:
-            if watched.looks < READBACK_STEPS:
+            patience: int = getattr(watched.action, "patience", READBACK_STEPS)
+            if watched.looks < patience:
                 return
-            ok, detail = False, f"not in force {READBACK_STEPS} boundaries later: {detail or 'no effect was seen'}"
+            ok, detail = False, f"not in force {patience} boundaries later: {detail or 'no effect was seen'}"
         self._watched.remove(watched)
         self._answer(
             watched.command, watched.step, "applied", detail, readback="ok" if ok else "failed",

@@ -19,8 +19,10 @@ from fp8watch.errors import CheckpointError
 from fp8watch.identity import Identity
 from fp8watch.records import ACTIONS, CheckpointRecord, Hello, LedgerUpdate
 from fp8watch.training.agreement.base import Agreement
+from fp8watch.training.agreement.peers import Peers
 from fp8watch.training.data import Batches
 from fp8watch.training.disarm import Disarm
+from fp8watch.training.evidence import Evidence
 from fp8watch.training.guard import Guard
 from fp8watch.training.journal import Journal
 from fp8watch.training.recorder import Recorder
@@ -30,13 +32,8 @@ from fp8watch.training.uplink import Uplink
 logger = logging.getLogger(__name__)
 
 
-ONE_PROCESS_ONLY = {
-    "rollback": "saving and restoring all ranks together is not in this version",
-    "checkpoint_now": "saving all ranks together is not in this version",
-    "checkpoint_cadence": "saving all ranks together is not in this version",
-    "recheck": "gathering each rank's verdict is not in this version",
-}
-"""Actions that a run of several ranks does not have yet, and why."""
+SAVE_SECONDS = 10.0
+"""What `detach` may wait for a checkpoint that is still being written, here or by another rank."""
 
 
 class Session:
@@ -56,6 +53,8 @@ class Session:
         journal: Journal,
         agreement: Agreement,
         attempt: int,
+        peers: Peers | None = None,
+        agreement_seconds: float = 600.0,
         disarm: Disarm,
         policy_text: str | None,
         policy_name: str,
@@ -66,7 +65,10 @@ class Session:
         self.guard = guard
         self.journal = journal
         self.agreement = agreement
+        self.peers = peers
+        self.agreement_seconds = agreement_seconds
         self.disarm = disarm
+        self.evidence = Evidence(identity.rank, identity.world_size)
         self.actions: Mapping[str, Action] = {}
         self.step = 0
         self.attempt = attempt
@@ -76,6 +78,7 @@ class Session:
         self._framework = framework
         self._said: set[str] = set()
         self._was_rewound = False
+        self._num_dropped = 0
         self.stop_reason: str | None = None
         """Why this rank must not make another optimizer step; the watch raises `RanksApart` with it."""
         self.on_detach: Callable[[], None] = lambda: None
@@ -95,8 +98,6 @@ class Session:
             action = self.actions.get(name)
             if nobody is not None:
                 found[name] = nobody
-            elif self.identity.world_size > 1 and name in ONE_PROCESS_ONLY:
-                found[name] = "several ranks: " + ONE_PROCESS_ONLY[name]
             elif action is None:
                 found[name] = "not in this version"
             else:
@@ -128,14 +129,20 @@ class Session:
         )  # fmt: skip
 
     def checkpoint_records(self) -> list[CheckpointRecord]:
-        """The ledger's records, for the preamble."""
-        return self.context.checkpoints.records() if self.context.checkpoints is not None else []
+        """The ledger's records, for the first messages on a connection; told by the rank that writes it."""
+        manager = self.context.checkpoints
+        return manager.records() if manager is not None and manager.is_writer else []
 
     def send_frames(self, *, wait: bool = False) -> None:
         """Send the layout if it is new, then every frame that has arrived."""
         self.uplink.announce(self.recorder.layout)
         for frame in self.recorder.poll(wait=wait):
+            self.evidence.note(frame, self.recorder.layout)
             self.uplink.send(frame)
+        dropped = self.recorder.dropped
+        if dropped > self._num_dropped:
+            self.uplink.count_dropped("ring_full", dropped - self._num_dropped)
+            self._num_dropped = dropped
 
     def rewind(self, step: int) -> None:
         """A rollback has restored the state after `step` updates: count on from there, as a new attempt."""
@@ -147,12 +154,13 @@ class Session:
         self.guard.call("capture", self.recorder.forget)
         self.guard.call("transport", self._introduce)
 
-    def resumed(self, step: int, record: CheckpointRecord) -> None:
-        """A checkpoint of an earlier process was restored before the first step."""
+    def resumed(self, step: int, record: CheckpointRecord, attempt: int) -> None:
+        """A checkpoint of an earlier process was restored before the first step. `attempt`: the highest that any rank
+        has begun."""
         self.step = step
-        if record.run == self.identity.run and record.attempt >= self.attempt:
-            self.attempt = record.attempt + 1
-            self._begin_attempt()
+        # The step counter jumps: an attempt of its own, also where attach has begun a new one already.
+        self.attempt = 1 + max(self.attempt, attempt, record.attempt if record.run == self.identity.run else 0)
+        self._begin_attempt()
         self.recorder.forget()
         self._introduce()
 
@@ -177,21 +185,29 @@ class Session:
     def maybe_save(self) -> None:
         """Save a checkpoint if one is due after this step; not right after the restore of one."""
         was_rewound, self._was_rewound = self._was_rewound, False
-        if self.context.checkpoints is None or was_rewound:
+        manager = self.context.checkpoints
+        if manager is None:
             return
+        self._try_checkpoints(manager.poll)
+        if not was_rewound and self._try_checkpoints(lambda: manager.maybe_save(self.step)) is not None:
+            self.recorder.restart_clock()
+
+    def _try_checkpoints(self, work: Callable[[], CheckpointRecord | None]) -> CheckpointRecord | None:
         try:
-            record = self.context.checkpoints.maybe_save(self.step)
+            return work()
         except CheckpointError as error:
             self.guard.failures["checkpoints"] = self.guard.failures.get("checkpoints", 0) + 1
             self.note(str(error))
-            return
-        if record is not None:
-            self.recorder.restart_clock()
+            return None
 
     def label(self, update: LedgerUpdate) -> None:
         """Take in the controller's verdict on a checkpoint; it also knows those that rotation has removed since."""
         manager = self.context.checkpoints
-        if manager is not None and any(record.checkpoint == update.checkpoint for record in manager.records()):
+        if (
+            manager is not None
+            and manager.is_writer
+            and any(record.checkpoint == update.checkpoint for record in manager.records())
+        ):
             manager.label(update.checkpoint, update.label, update.reason)
 
     def stop(self, reason: str) -> None:
@@ -208,6 +224,11 @@ class Session:
         markers.write_halted(
             self._directory, self.identity.run, reason=reason, step=self.step, time_unix=time.time()
         )  # fmt: skip
+
+    def finish_saving(self) -> None:
+        """Wait, within limits, for the checkpoints that are still being written."""
+        if self.context.checkpoints is not None:
+            self.context.checkpoints.close(SAVE_SECONDS)
 
     def detach(self) -> None:
         """Take every hook off."""

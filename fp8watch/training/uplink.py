@@ -5,33 +5,43 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import msgspec
-
-from fp8watch.records import CheckpointRecord, Hello, Layout, Message, Reply
+from fp8watch.records import CheckpointRecord, Command, Hello, Layout, LedgerUpdate, Message, Reply
+from fp8watch.security import Verifier
 from fp8watch.training.guard import Guard
+from fp8watch.transport import places
 from fp8watch.transport.channel import Channel
 
 logger = logging.getLogger(__name__)
 
 
 class Uplink:
-    """A channel with its preamble kept up to date. Nothing here waits or raises."""
+    """A channel, and what was said last. Nothing here waits or raises."""
 
-    def __init__(self, channel: Channel, guard: Guard, checkpoints: Callable[[], list[CheckpointRecord]]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        guard: Guard,
+        checkpoints: Callable[[], list[CheckpointRecord]],
+        verifier: Verifier | None = None,
+    ) -> None:
         self._channel = channel
         self._guard = guard
         self._checkpoints = checkpoints
-        self._hello: Hello | None = None
+        self._verifier = verifier or Verifier(None)
         self._layout: Layout | None = None
 
     def open(self, hello: Hello, layout: Layout) -> None:
-        """The first connection may be made from now on."""
-        self._hello, self._layout = hello, layout
-        self._refresh()
+        """The first connection may be made from now on; every one opens with this and what is sent of it later."""
+        self._layout = layout
+        self._guard.call("transport preamble", self._channel.set_preamble, [hello, layout, *self._checkpoints()])
+
+    def await_agent(self, timeout_seconds: float) -> bool:
+        """Whether the agent is there, once it is or the time is over."""
+        return bool(self._guard.call("transport start", self._channel.await_agent, timeout_seconds))
 
     def introduce(self, hello: Hello, layout: Layout) -> None:
-        """A new attempt, or something in the hello has changed: say it now and on later connections."""
-        self.open(hello, layout)
+        """A new attempt, or something in the hello has changed."""
+        self._layout = layout
         self.send(hello)
         self.send(layout)
 
@@ -39,34 +49,44 @@ class Uplink:
         """Send a layout if it is not the one announced last."""
         if layout is not self._layout:
             self._layout = layout
-            self._refresh()
             self.send(layout)
-
-    def reached(self, step: int) -> None:
-        """Keep the step that a later connection opens with."""
-        if self._hello is not None:
-            self._hello = msgspec.structs.replace(self._hello, step=step)
-            self._refresh()
-
-    def _refresh(self) -> None:
-        self._guard.call("transport preamble", self._set_preamble)
-
-    def _set_preamble(self) -> None:
-        if self._hello is not None and self._layout is not None:
-            self._channel.set_preamble([self._hello, self._layout, *self._checkpoints()])
 
     def send(self, message: Message) -> None:
         """Queue a message; a full queue is counted by the channel."""
         self._guard.call("transport send", self._channel.send, message)
 
-    def take(self) -> list[Reply]:
-        """Replies since the last call."""
-        return self._guard.call("transport take", self._channel.take) or []
+    def count_dropped(self, reason: str, count: int) -> None:
+        """Count frames that never came to the queue."""
+        if count > 0:
+            self._guard.call("transport drops", self._channel.count_dropped, reason, count)
 
-    def say_notes(self) -> None:
-        """Log what the transport has to say (a restarted process, an absent agent)."""
+    def take(self) -> list[Reply]:
+        """Replies since the last call. What the controller has not signed is not among them: it is dropped, not
+        answered, so that it cannot stand in the way of a real command with the same number."""
+        replies = self._guard.call("transport take", self._channel.take) or []
+        return [reply for reply in replies if self._guard.call("signature", self._is_genuine, reply)]
+
+    def _is_genuine(self, reply: Reply) -> bool:
+        if isinstance(reply, Command):
+            is_genuine = self._verifier.command(reply)
+        elif isinstance(reply, LedgerUpdate):
+            is_genuine = self._verifier.ledger(reply)
+        else:
+            return True
+        if not is_genuine:
+            self._channel.count_dropped("forged")
+            if self._verifier.refused == 1:
+                logger.warning("fp8watch: %s without the controller's signature was refused", type(reply).__name__)
+        return is_genuine
+
+    def say_notes(self, *, is_unwritable_known: bool = False) -> None:
+        """Log what the transport has to say (a restarted process, an absent agent).
+
+        `is_unwritable_known`: this rank has warned that nothing can be written; where it is kept instead is no news.
+        """
         for note in self._guard.call("transport notes", self._channel.notes) or []:
-            logger.warning("fp8watch: %s", note)
+            is_known = is_unwritable_known and note.startswith(places.UNWRITABLE)
+            logger.log(logging.INFO if is_known else logging.WARNING, "fp8watch: %s", note)
 
     def close(self, timeout_seconds: float) -> None:
         """Send what is queued, within the time given."""

@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from fp8watch.errors import CheckpointError, Halted, RanksApart
-from fp8watch.records import Command, Evaluation, Goodbye, LedgerUpdate
+from fp8watch.records import Command, Evaluation, Goodbye, Inquiry, LedgerUpdate
 from fp8watch.training.boundary import Boundary
 from fp8watch.training.data import Batches
+from fp8watch.training.resume import resume_alone, resume_together
 from fp8watch.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -91,23 +92,30 @@ class Watch:
     def resume(self) -> int:
         """Restore the newest checkpoint that is not tainted, if there is any; the step to go on from.
 
-        Raises `CheckpointError`, with nothing overwritten, when there are checkpoints and none can be used:
-        training from the beginning unasked would be worse.
+        With several ranks all of them call it, and get the newest one that every rank finds sound. Raises
+        `CheckpointError`, with nothing overwritten, when there are checkpoints and none can be used: training from the
+        beginning unasked would be worse.
         """
         manager = self._session.context.checkpoints
         if manager is None or self._is_detached:
             self._session.note("resume: attach was given no checkpoints")
             return self.global_step
-        record = manager.newest_usable()
-        if record is None:
-            if manager.records():
-                raise CheckpointError(f"every checkpoint in {manager.root} is tainted; remove them to start afresh")
+        session = self._session
+        if manager.world_size == 1:
+            found = resume_alone(manager, session.attempt)
+        elif session.peers is None:
+            raise CheckpointError("resume: several ranks need an initialised torch.distributed to agree where to go on")
+        else:
+            found = resume_together(manager, session.peers, session.attempt, session.agreement_seconds)
+        if found is None:
             return self.global_step
-        report = manager.restore(record.checkpoint, allow_without_data=True)
+        report = found.report
+        for text in report.notes:
+            session.note(f"resume: {text}")
         if not report.data_restored:
             logger.warning("fp8watch: resume: no data position was restored; give attach the dataloader")
         logger.warning("fp8watch: resumed from %s (step %d)", report.checkpoint, report.step)
-        self._guard.call("resume", self._session.resumed, report.step, record)
+        self._guard.call("resume", session.resumed, report.step, found.record, found.attempt)
         return self.global_step
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
@@ -181,6 +189,18 @@ class Watch:
         if session.stop_reason is not None:
             self._stop(session.stop_reason)
 
+    def look_closer(self, modules: Sequence[str]) -> None:
+        """Look at these FP8 layers (qualified names) in the coming steps: what their tensors would lose under other
+        recipes, and, one layer a step, the GEMM again in BF16. Unknown names are passed over."""
+        if not self._is_detached:
+            self._guard.call("closer look", self._recorder.closer.ask, list(modules))
+
+    def record(self, **values: Any) -> None:
+        """Give what only the loop knows of the step under way, for its detectors: `attention_logit_max`, `kurtosis`,
+        `zero_grad_ratio`, each a scalar on any device or a mapping from module names to scalars."""
+        if not self._is_detached:
+            self._guard.call("record", self._recorder.scalars.give, values)
+
     def evaluation(self, scores: Mapping[str, Any]) -> None:
         """Record evaluation scores, each one number, at the present step."""
         if not self._is_detached:
@@ -193,6 +213,7 @@ class Watch:
         self._is_detached = True
         if os.getpid() == self._pid:
             self._guard.call("detach", self._session.agreement.leave, self._session.step)
+            self._guard.call("checkpoints", self._session.finish_saving)
             self._guard.call("detach", self._send_last, reason)
         self._guard.call("detach", self._session.detach)
 
@@ -226,8 +247,7 @@ class Watch:
 
     def _send_frames(self) -> None:
         self._session.send_frames()
-        self._session.uplink.reached(self._session.step)
-        self._session.uplink.say_notes()
+        self._session.uplink.say_notes(is_unwritable_known=self._session.journal.unavailable is not None)
 
     def _take_replies(self) -> None:
         for reply in self._session.uplink.take():
@@ -235,6 +255,8 @@ class Watch:
                 self._boundary.receive(reply)
             elif isinstance(reply, LedgerUpdate):
                 self._guard.call("checkpoint label", self._session.label, reply)
+            elif isinstance(reply, Inquiry) and reply.attempt == self._session.attempt:
+                self.look_closer(reply.modules)
 
     def _send_evaluation(self, scores: Mapping[str, Any]) -> None:
         session = self._session

@@ -208,7 +208,7 @@ def test_the_norms_of_the_case_are_refused_at_the_nan_and_not_before() -> None:
         run.apply("tighten_clip", max_norm=1.0)
 
 
-def test_with_our_limit_in_force_a_norm_that_is_not_finite_skips_the_step() -> None:
+def test_with_our_limit_in_force_a_norm_that_is_not_finite_skips_the_step() -> None:  # case: SPK-15
     run = TinyRun(fp8=False, clip=10.0)
     run.run(3)
     run.apply("tighten_clip", max_norm=0.5)

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tiny_run import TinyRun, everything, same
 from torch import nn
 
+from fp8watch.actions.halt import Halt
 from fp8watch.actions.registry import capabilities
+from fp8watch.checkpoints import Checkpoints
+from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.errors import ActionError, CheckpointError
 from fp8watch.records import ACTIONS
 
@@ -62,8 +68,39 @@ def test_checkpoint_now_is_read_back_from_disk(tmp_path: Path) -> None:
     assert run.read_back("checkpoint_now", applied).ok is True
     (Path(applied.expected["path"]) / "model.pt").write_bytes(b"")
     assert run.read_back("checkpoint_now", applied).ok is False
-    with pytest.raises(ActionError):
-        run.actions["checkpoint_now"].revert(applied)
+    run.actions["checkpoint_now"].revert(applied)  # one that is complete stays
+    assert run.manager is not None
+    assert [record.checkpoint for record in run.manager.records()] == [applied.expected["checkpoint"]]
+
+
+def test_a_save_that_writes_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun(tmp_path)
+    run.run(3)
+    assert run.manager is not None
+    real = run.manager.save(3)
+    nowhere = msgspec.structs.replace(real, checkpoint="step-00000004", path=str(tmp_path / "step-00000004"))
+    monkeypatch.setattr(run.manager, "save", lambda *args, **kwargs: nowhere)
+    run.step()
+    found = run.read_back("checkpoint_now", run.apply("checkpoint_now"))
+    assert found.ok is False
+    assert "never completed" in found.detail
+
+
+def test_while_it_is_being_saved_it_is_not_done_and_can_be_withdrawn(tmp_path: Path) -> None:
+    gate = threading.Event()
+    pool = ThreadPoolExecutor(1)
+    run = TinyRun(tmp_path)
+    assert run.manager is not None
+    config = Checkpoints(tmp_path, save=lambda folder: pool.submit(gate.wait, 30), load=print)
+    run.context.checkpoints = CheckpointManager(config, run.context.parts, run="tiny", attempt=lambda: 0)
+    run.run(1)
+    applied = run.apply("checkpoint_now")
+    assert run.read_back("checkpoint_now", applied).ok is None
+    run.actions["checkpoint_now"].revert(applied)
+    assert run.context.checkpoints.records() == []
+    assert run.context.checkpoints.pending == []
+    gate.set()
+    pool.shutdown()
 
 
 def test_a_save_that_fails_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +144,26 @@ def test_halt_sets_the_reason_and_can_be_withdrawn() -> None:
     run.actions["halt"].revert(applied)
     assert run.context.halt_reason is None
     assert run.read_back("halt", applied).ok is False
+
+
+def test_a_halt_that_reaches_nobody_is_noticed() -> None:
+    class Deaf:
+        halt_reason = None
+
+        def __setattr__(self, name: str, value: object) -> None:
+            pass
+
+    halt = Halt(Deaf())  # type: ignore[arg-type]
+    assert halt.read_back(halt.apply(1, {"reason": "test"})).ok is False
+
+
+def test_a_recheck_that_computes_nothing_is_noticed() -> None:
+    run = TinyRun(fp8=False)
+    run.run(1)
+    run.context.forward = lambda: torch.zeros((), requires_grad=True) * 1.0
+    found = run.read_back("recheck", run.apply("recheck"))
+    assert found.ok is False
+    assert "nothing was compared" in found.detail
 
 
 def with_forward(run: TinyRun) -> None:

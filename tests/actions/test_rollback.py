@@ -9,6 +9,7 @@ import torch
 from tiny_run import TinyRun, clone, everything, same
 
 from fp8watch.actions import rollback as rollback_module
+from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.restore import PartlyRestored
 from fp8watch.errors import ActionError, CheckpointError
 
@@ -237,6 +238,84 @@ def test_a_damaged_target_gives_way_to_an_older_one(tmp_path: Path) -> None:
     assert any("optimizer.pt" in note for note in run.notes)
     run.step()
     assert run.read_back("rollback", applied).ok is True
+
+
+# case: STA-01
+def test_scales_that_stay_where_they_were_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained(tmp_path)
+    assert run.context.controls is not None
+    monkeypatch.setattr(run.context.controls, "load_state_dict", lambda state: None)
+    with pytest.raises(PartlyRestored, match=r"FP8 state of 0\.forward\.\w+ was not restored"):
+        run.apply("rollback", checkpoint=first_checkpoint(run))
+
+
+# case: STA-06
+def test_fp8_state_of_another_shape_is_refused_with_nothing_changed(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    layer = run.model.get_submodule("0")
+    layer.scaling_forward.amax_history = torch.zeros(9, 2)  # type: ignore[union-attr]
+    before = everything(run)
+    with pytest.raises(CheckpointError, match=r"amax_history: \(4, 2\) was saved, here it is \(9, 2\)"):
+        run.apply("rollback", checkpoint=first_checkpoint(run))
+    assert same(before, everything(run))
+
+
+# case: CKP-21
+def test_weights_that_took_a_detour_through_float16_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TinyRun(tmp_path, fp8=False)
+    with torch.no_grad():
+        next(run.model.parameters())[0, 0] = 1e6
+    run.manager.save(0)  # type: ignore[union-attr]
+    real = run.model.load_state_dict
+
+    def detour(state: dict[str, torch.Tensor], strict: bool = True) -> object:
+        return real({name: value.half().float() for name, value in state.items()}, strict=strict)
+
+    monkeypatch.setattr(run.model, "load_state_dict", detour)
+    with pytest.raises(PartlyRestored, match="checksum"):
+        run.apply("rollback", checkpoint=first_checkpoint(run), allow_without_data=True)
+
+
+def test_at_most_one_identical_rollback(tmp_path: Path) -> None:
+    """The same batches from the same state under the same setting end the same way: something has to change."""
+    run = trained(tmp_path)
+    target = first_checkpoint(run)
+    run.apply("rollback", checkpoint=target)
+    run.run(5)
+    before = everything(run)
+    with pytest.raises(CheckpointError, match="nothing would be different"):
+        run.apply("rollback", checkpoint=target)
+    assert same(before, everything(run))
+    assert run.apply("rollback", checkpoint=target, skip_batches=1).expected["step"] == 10
+    run.run(5)
+    run.apply("hold_lr", factor=0.5)
+    assert run.apply("rollback", checkpoint=target).expected["step"] == 10
+
+
+# case: SPK-21
+def test_spoilt_checkpoints_never_rotate_the_last_good_one_away(tmp_path: Path) -> None:
+    """NaN since step 25, noticed at 60, three kept: what was good before is there, and nothing else is offered."""
+    run = TinyRun(tmp_path, every=5)
+    assert run.manager is not None
+    run.manager.config = Checkpoints(tmp_path, every=5, keep=3)
+    run.run(20)
+    good = run.manager.records()[-1].checkpoint
+    run.manager.label(good, "good", "8 healthy steps")
+    run.run(5)
+    with torch.no_grad():
+        next(run.model.parameters()).fill_(float("nan"))
+    run.run(35)
+    for record in run.manager.records():
+        if record.step >= 25:
+            run.manager.label(record.checkpoint, "tainted", "saved at or after the onset")
+    newest = run.manager.newest_usable()
+    assert newest is not None
+    assert newest.checkpoint == good
+    applied = run.apply("rollback", onset_step=25)
+    assert applied.expected["checkpoint"] == good
+    assert all(bool(torch.isfinite(p).all()) for p in run.model.parameters())
 
 
 def test_it_cannot_be_undone_and_needs_checkpoints(tmp_path: Path) -> None:

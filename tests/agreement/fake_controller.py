@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from fp8watch import wire
 from fp8watch.errors import WireError
-from fp8watch.records import Command, CommandResult, Goodbye, Hello, StepFrame, Welcome
+from fp8watch.records import CheckpointRecord, Command, CommandResult, Goodbye, Hello, StepFrame, Welcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +24,33 @@ class Order:
     command: Command
     after: int = 3
     late: Mapping[int, int] = field(default_factory=dict)
+    is_up_to_date: bool = False
+    """Sent for the attempt that the rank is in then, whatever the command says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The connection to a rank ends when its frame of step `at` comes; `is_for_good`: it finds nobody any more."""
+
+    rank: int
+    at: int
+    is_for_good: bool = False
 
 
 class FakeController:
     """Serves until it is closed. What came is kept by run."""
 
-    def __init__(self, path: Path, orders: Mapping[str, Sequence[Order]]) -> None:
+    def __init__(
+        self, path: Path, orders: Mapping[str, Sequence[Order]], cuts: Mapping[str, Sequence[Cut]] | None = None
+    ) -> None:
         self.address = f"unix://{path}"
         self.hellos: dict[str, list[Hello]] = defaultdict(list)
         self.frames: dict[str, list[StepFrame]] = defaultdict(list)
         self.results: dict[str, list[CommandResult]] = defaultdict(list)
         self.goodbyes: dict[str, list[Goodbye]] = defaultdict(list)
-        self._orders = orders
+        self.checkpoints: dict[str, list[CheckpointRecord]] = defaultdict(list)
+        self._orders, self._cuts = orders, cuts or {}
+        self._done: set[tuple[str, Cut]] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(16)
@@ -52,19 +69,38 @@ class FakeController:
                 for body in splitter.feed(data):
                     message = wire.unpack_message(body)
                     if isinstance(message, Hello):
+                        if self._is_gone(message.run, message.rank):
+                            return
                         self.hellos[message.run].append(message)
                         welcome = Welcome(wire_version=wire.WIRE_VERSION, run=message.run, term=1)
                         connection.sendall(wire.frame(welcome))
                     elif isinstance(message, StepFrame):
                         self.frames[message.run].append(message)
+                        if self._is_cut(message):
+                            return
                         for number, order in enumerate(self._orders.get(message.run, ())):
                             if number not in sent and message.step >= order.late.get(message.rank, order.after):
                                 sent.add(number)
-                                connection.sendall(wire.frame(order.command))
+                                found = order.command
+                                if order.is_up_to_date:
+                                    found = msgspec.structs.replace(found, attempt=message.attempt)
+                                connection.sendall(wire.frame(found))
                     elif isinstance(message, CommandResult):
                         self.results[message.run].append(message)
+                    elif isinstance(message, CheckpointRecord):
+                        self.checkpoints[message.run].append(message)
                     elif isinstance(message, Goodbye):
                         self.goodbyes[message.run].append(message)
+
+    def _is_gone(self, run: str, rank: int) -> bool:
+        return any(name == run and cut.rank == rank and cut.is_for_good for name, cut in self._done)
+
+    def _is_cut(self, frame: StepFrame) -> bool:
+        for cut in self._cuts.get(frame.run, ()):
+            if cut.rank == frame.rank and frame.step >= cut.at and (frame.run, cut) not in self._done:
+                self._done.add((frame.run, cut))
+                return True
+        return False
 
     def close(self) -> None:
         self._listener.close()
@@ -72,7 +108,7 @@ class FakeController:
     def answers(self, run: str, command: Command) -> dict[int, list[CommandResult]]:
         """What each rank answered to it, in order."""
         found: dict[int, list[CommandResult]] = defaultdict(list)
-        for result in self.results[run]:
+        for result in list(self.results[run]):
             if (result.id, result.verb) == (command.id, command.verb):
                 found[result.rank].append(result)
         return dict(found)

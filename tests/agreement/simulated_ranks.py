@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any
 
 from fp8watch.actions.base import Applied, ReadBack
-from fp8watch.errors import ActionError
+from fp8watch.actions.joint import Answer, Ask
+from fp8watch.errors import ActionError, CheckpointError
 from fp8watch.records import ACTIONS, Command, CommandResult
 from fp8watch.training.agreement import AllRanks
 from fp8watch.training.agreement.base import MustStop
@@ -46,6 +47,8 @@ class Plan:
     """(rank, index): raised by apply there."""
     kills: dict[int, int] = field(default_factory=dict)
     """rank -> how many traced lines it lives."""
+    damaged: set[tuple[int, int]] = field(default_factory=set)
+    """(rank, target): a target of a rollback that is damaged there."""
     lasts: dict[int, int] = field(default_factory=dict)
     """rank -> its last step, when it ends before the others."""
     bad: set[tuple[int, int]] = field(default_factory=set)
@@ -79,17 +82,40 @@ class Knobs:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
+        self.chosen: int | None = None
 
     def unavailable(self) -> str | None:
         return None
 
+    def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
+        """Targets 2, 1, 0 in turn, of which the plan says which are damaged where."""
+        self.chosen = None
+        if ask(Answer.YES, "begin") is not Answer.YES:
+            raise ActionError("another rank cannot")
+        for target in (2, 1, 0):
+            is_damaged = (self._rank.number, target) in self._rank.plan.damaged
+            joint = ask(Answer.DAMAGED if is_damaged else Answer.YES, str(target))
+            if joint is Answer.YES:
+                self.chosen = target
+                return
+            if joint is Answer.CANNOT:
+                break
+        else:
+            ask(Answer.CANNOT, "none")
+        raise CheckpointError("none is sound")
+
+    def drop_choice(self) -> None:
+        pass
+
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
+        if params.get("goes_back"):
+            params = {**params, "value": f"back to {self.chosen}", "for_good": True}
         error = self._rank.plan.failures.get((self._rank.number, params["index"]))
         if error is not None:
             raise error("cannot be done here")
         before = self._rank.state.get(params["name"])
         self._rank.state[params["name"]] = params["value"]
-        return Applied(step=step, params=params, before={"value": before})
+        return Applied(step=step, params=params, before={"value": before}, expected={"value": params["value"]})
 
     def read_back(self, applied: Applied) -> ReadBack:
         return ReadBack(ok=True)
@@ -287,6 +313,11 @@ class Simulation:
             if any(state != next(iter(states.values())) for state in states.values()):
                 found.append((step, states))
         return found
+
+
+def back(index: int, **fields: Any) -> Command:
+    """The `index`-th command of a plan, a rollback."""
+    return knob(index, action="rollback", params={"goes_back": True}, **fields)
 
 
 def knob(index: int, name: str = "knob", **fields: Any) -> Command:

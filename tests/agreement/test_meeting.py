@@ -88,6 +88,7 @@ def test_a_rank_that_never_attaches_leaves_the_run_observed(store):
     assert joined.agreement.unavailable == "several ranks: not all of them attached within 0.2 s"
 
 
+# case: COM-04
 def test_an_observing_rank_waits_for_nobody_and_tells_the_acting_ones(store):
     observer = join(identity(1), Settings(), attempt=0, acts=False, policy="p").agreement
     assert isinstance(observer, ObserveOnly)
@@ -96,6 +97,7 @@ def test_an_observing_rank_waits_for_nobody_and_tells_the_acting_ones(store):
     assert actor.unavailable == "several ranks: the policy of rank 1 only observes"
 
 
+# case: COM-01
 def test_a_rank_that_does_not_come_is_given_up_after_the_time_set(store):
     settings = Settings(agreement_seconds=0.5)
     first, _ = (

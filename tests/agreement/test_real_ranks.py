@@ -5,41 +5,12 @@ Two launches, of two and of four ranks, play all scenarios one after the other; 
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 import pytest
-from fake_controller import FakeController, Order
+from fake_controller import Order
+from real_ranks import Launch, command, in_turn, launch
 
 from fp8watch.controller.store_sqlite import SqliteStore
-from fp8watch.records import ActionRecord, Command, CommandResult
-
-PROGRAM = Path(__file__).with_name("rank_program.py")
-ROOT = Path(__file__).parents[2]
-
-
-def command(run: str, number: int, action: str, **fields: Any) -> Command:
-    values: dict[str, Any] = {
-        "id": f"{action}-{number}", "run": run, "attempt": 0, "term": 1, "sequence": number, "verb": "apply",
-        "action": action, "params": {}, "last_step": 1000,
-    }  # fmt: skip
-    return Command(**{**values, **fields})
-
-
-def in_turn(run: str, *wanted: tuple[str, dict[str, Any]], every: int = 6) -> list[Order]:
-    return [
-        Order(command=command(run, number, action, **fields), after=3 + every * (number - 1))
-        for number, (action, fields) in enumerate(wanted, 1)
-    ]
-
+from fp8watch.records import ActionRecord, CommandResult
 
 ACTIONS = in_turn(
     "actions",
@@ -61,85 +32,22 @@ ORDERS = {
     "failing": in_turn("failing", ("bf16_layers", {"params": {"layers": ["module.nowhere"]}})),
     "unequal": [Order(command=command("unequal", 1, "hold_lr", params={"factor": 0.5}), after=20)],
     "scaler": in_turn("scaler", ("adjust_loss_scale", {"params": {"factor": 0.5}})),
-    "rollback": in_turn("rollback", ("rollback", {"params": {"onset_step": 3}})),
     "halt": in_turn("halt", ("halt", {"params": {"reason": "test"}})),
     "killed": in_turn("killed", ("hold_lr", {"params": {"factor": 0.5}})),
     "lost": [Order(command=command("lost", 1, "hold_lr", params={"factor": 0.5}), late={1: 12})],
 }
 
 
-@dataclass(frozen=True)
-class Launch:
-    ranks: int
-    folder: Path
-    codes: list[int]
-    controller: FakeController
-
-    def lines(self, scenario: str, rank: int) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / f"{scenario}-{rank}.jsonl").read_text().splitlines()]
-
-    def steps(self, scenario: str, rank: int) -> list[dict[str, Any]]:
-        return [line for line in self.lines(scenario, rank) if "ended" not in line]
-
-    def ends(self, scenario: str) -> list[str]:
-        return [self.lines(scenario, rank)[-1].get("ended", "killed") for rank in range(self.ranks)]
-
-    def assert_one_state(self, scenario: str, *, ranks: list[int] | None = None) -> None:
-        """No step was finished in different states; parameters included."""
-        by_rank = [self.steps(scenario, rank) for rank in ranks or range(self.ranks)]
-        for lines in zip(*by_rank, strict=False):
-            assert all(line == lines[0] for line in lines), f"step {lines[0]['step']}"
-
-    def statuses(self, scenario: str, order: Order) -> list[list[tuple[str, str]]]:
-        answers = self.controller.answers(scenario, order.command)
-        return [[(r.status, r.readback) for r in answers.get(rank, [])] for rank in range(self.ranks)]
-
-
-def launch(ranks: int, scenarios: list[str], folder: Path) -> Launch:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    sockets = Path(tempfile.mkdtemp(prefix="fp8w"))  # a socket's path is short
-    controller = FakeController(sockets / "c.sock", ORDERS)
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "FP8WATCH_AGENT": controller.address, "FP8WATCH_DIR": str(folder / "fp8watch"), "FP8WATCH_REPORT": "0",
-        "FP8WATCH_METRICS_PORT": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "agent")]),
-    }  # fmt: skip
-    processes = []
-    for rank in range(ranks):
-        with (folder / f"stderr-{rank}").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(PROGRAM), str(folder), *scenarios],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stderr=log,
-                )
-            )
-    try:
-        codes = [process.wait(150) for process in processes]
-    except subprocess.TimeoutExpired:
-        said = "\n".join((folder / f"stderr-{rank}").read_text()[-3000:] for rank in range(ranks))
-        raise AssertionError(f"ranks hang\n{said}") from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    controller.close()
-    shutil.rmtree(sockets)
-    return Launch(ranks, folder, codes, controller)
-
-
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     names = ["actions", "late", "veto", "disarmed", "failing", "unequal", "scaler", "halt", "killed"]
-    return launch(4, names, tmp_path_factory.mktemp("four"))
+    return launch("rank_program.py", 4, names, tmp_path_factory.mktemp("four"), ORDERS)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launch(2, ["embedded", "rollback", "bad-gradients", "unequal", "lost"], tmp_path_factory.mktemp("two"))
+    names = ["embedded", "bad-gradients", "unequal", "lost"]
+    return launch("rank_program.py", 2, names, tmp_path_factory.mktemp("two"), ORDERS)
 
 
 def test_every_action_is_in_force_on_all_ranks_from_one_step_on(four):
@@ -228,18 +136,12 @@ def test_survivors_of_a_killed_rank_train_on_in_no_state_of_their_own(ranks, sce
 
 
 # case: DST-08
+# case: SPK-03
 def test_gradients_that_are_bad_on_one_rank_are_left_out_on_all(two):
     two.assert_one_state("bad-gradients")
     assert [two.steps("bad-gradients", rank)[-1]["skipped"] for rank in range(2)] == [2, 2]
     lines = two.steps("bad-gradients", 0)
     assert lines[3]["checksum"] == lines[4]["checksum"] == lines[5]["checksum"] != lines[6]["checksum"]
-
-
-def test_rollback_says_why_it_is_not_there(two):
-    (order,) = ORDERS["rollback"]
-    assert two.statuses("rollback", order) == [[("unavailable", "pending")]] * 2
-    detail = two.controller.answers("rollback", order.command)[0][0].detail
-    assert detail.startswith("several ranks: ")
 
 
 def test_the_embedded_controller_acts_on_both_ranks(two):

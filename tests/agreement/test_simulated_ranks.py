@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_ranks import Plan, Simulation, knob
+from simulated_ranks import Plan, Simulation, back, knob
 
-from fp8watch.errors import ActionError
+from fp8watch.errors import ActionError, CheckpointError
 from fp8watch.training.agreement import AllRanks, Fate, Joint
 
 
@@ -22,6 +22,7 @@ def test_a_command_takes_effect_on_every_rank_at_the_same_step():
     assert sim.num_timeouts == 0
 
 
+# case: SPK-03
 def test_a_refusal_by_one_rank_holds_for_all():
     sim = Simulation(
         Plan(commands=[knob(0), knob(1, "other")], arrivals={(r, 1): 3 for r in range(3)}, vetoes={(1, 0)})
@@ -68,6 +69,25 @@ def test_what_cannot_be_taken_back_stops_the_ranks_that_have_it():
     assert [rank.stopped is None for rank in sim.ranks] == [False, True, False]
 
 
+# case: CKP-18
+@pytest.mark.parametrize(
+    ("damaged", "reached"),
+    [(set(), "back to 2"), ({(1, 2)}, "back to 1"), ({(0, 2), (2, 1)}, "back to 0"), ({(0, 2), (1, 1), (2, 0)}, 0)],
+)
+def test_a_rollback_goes_where_every_rank_can(damaged, reached):
+    sim = Simulation(Plan(commands=[back(0)], damaged=damaged)).run()
+    assert [rank.state["knob"] for rank in sim.ranks] == [reached] * 3
+    assert not sim.disagreements()
+    assert sim.num_timeouts == 0
+    assert {status for rank in fates(sim, "a0") for status, _ in rank} == {"applied" if reached else "failed"}
+
+
+def test_a_rollback_that_fails_on_one_rank_after_the_questions_stops_all():
+    sim = Simulation(Plan(commands=[back(0)], failures={(1, 0): CheckpointError})).run()
+    assert all(rank.stopped is not None for rank in sim.ranks)
+    assert not sim.disagreements()
+
+
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("has_command", [False, True])
 @pytest.mark.parametrize("seed", range(5))
@@ -94,7 +114,11 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(
         ranks=ranks,
         seed=draw(st.integers(0, 2**16)),
-        commands=[knob(i, draw(st.sampled_from("ab")), params={"for_good": draw(st.booleans())}) for i in range(count)],
+        commands=[
+            back(i) if draw(st.booleans()) else knob(i, "b", params={"for_good": draw(st.booleans())})
+            for i in range(count)
+        ],
+        damaged=draw(st.sets(some, max_size=3)),
         arrivals=draw(st.dictionaries(some, step, max_size=6)),
         vetoes=draw(st.sets(some, max_size=1)),
         failures=draw(st.dictionaries(some, st.sampled_from([ActionError, RuntimeError]), max_size=1)),

@@ -46,6 +46,7 @@ def test_a_replay_is_bit_identical(tmp_path: Path, scheduler: str) -> None:
     assert run.optimizer.param_groups[0]["lr"] == lr
 
 
+# case: CKP-09
 def test_a_new_process_goes_on_where_the_old_one_stopped(tmp_path: Path) -> None:
     run = PlainRun(tmp_path, scheduler=SCHEDULERS["sequential"])
     run.run(5)
@@ -193,6 +194,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_nothing_changed(tmp_path
     assert run.manager.records()[0].label == "candidate"  # it is the process that does not fit
 
 
+# case: CKP-09
+# case: STA-04
 def test_a_part_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     run = PlainRun(tmp_path)
     name = run.save()

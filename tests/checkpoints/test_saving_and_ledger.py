@@ -37,6 +37,7 @@ def test_cadence_and_one_save_a_step(tmp_path: Path) -> None:
     assert run.manager.save(5).checkpoint != first.checkpoint
 
 
+# case: CKP-14
 def test_a_full_disk_is_reported_and_leaves_the_old_ones(tmp_path: Path) -> None:
     run = PlainRun(tmp_path)
     run.run(2)
@@ -55,13 +56,37 @@ def test_a_full_disk_is_reported_and_leaves_the_old_ones(tmp_path: Path) -> None
     assert run.manager.restore(name).step == 2
 
 
+def test_a_folder_that_has_become_read_only_costs_the_checkpoint_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = PlainRun(tmp_path)
+    run.run(1)
+    name = run.save()
+    real = Path.mkdir
+
+    def read_only(self: Path, *args: Any, **kwargs: Any) -> None:
+        if ".unfinished" in self.name:
+            raise OSError(30, "Read-only file system")
+        real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", read_only)
+        run.step()
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            run.save()
+    run.step()
+    assert run.manager.restore(name).step == 1
+
+
 def test_a_directory_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be used"):
         PlainRun(tmp_path / "file" / "below")
 
 
-@pytest.mark.parametrize("moment", ["torch.save", "os.fsync", "write_synced", "os.rename"])
+@pytest.mark.parametrize(
+    "moment", ["storage.torch.save", "storage.os.fsync", "underway.write_synced", "underway.os.rename"]
+)
 def test_an_interrupted_save_is_never_offered_and_is_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -74,7 +99,7 @@ def test_an_interrupted_save_is_never_offered_and_is_cleared(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"fp8watch.checkpoints.manager.{moment}", killed)
+        patch.setattr(f"fp8watch.checkpoints.{moment}", killed)
         with pytest.raises(KeyboardInterrupt):
             run.manager.save(2)
     assert any(entry.name.startswith(".unfinished") for entry in tmp_path.iterdir())
@@ -83,6 +108,7 @@ def test_an_interrupted_save_is_never_offered_and_is_cleared(
     assert not any(entry.name.startswith(".unfinished") for entry in tmp_path.iterdir())
 
 
+# case: CKP-01
 def test_killed_at_any_moment_the_newest_complete_one_is_there(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """

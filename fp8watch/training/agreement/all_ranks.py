@@ -11,8 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from fp8watch.training.agreement.base import Candidate, Fate, Joint, MustStop, Ruling
-from fp8watch.training.agreement.rounds import ABSTAINS, Ballot, Rounds, compare, pack_fate
+from fp8watch.training.agreement.base import Candidate, Fate, Joint, MustStop, Ruling, asks_first
+from fp8watch.training.agreement.rounds import (
+    ABSTAINS,
+    CANNOT,
+    Ballot,
+    Rounds,
+    compare,
+    pack_answer,
+    pack_fate,
+    read_answer,
+)
 from fp8watch.training.agreement.transport import Pending, Transport, TransportLost
 
 logger = logging.getLogger(__name__)
@@ -93,6 +102,17 @@ class AllRanks:
             return Joint("stop", str(error))
         return compare(fate, reduced)
 
+    def lowest(self, answer: int, about: str) -> int:
+        """See `Agreement`."""
+        if self._rounds.over is not None:
+            return 0
+        try:
+            return read_answer(self._votes.start(pack_answer(answer, about)).wait(self._wait_seconds))
+        except TransportLost as error:
+            self._rounds.lose(str(error))
+            self._end(str(error))
+            raise MustStop(f"whether the other ranks go on with {about} is not known: {error}") from error
+
     def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
         """See `Agreement`. Nothing that takes a vote is ruled on at once."""
         over = self._rounds.over
@@ -153,6 +173,8 @@ class AllRanks:
                 if self._rounds.left is not None:
                     return  # the others know already, and expect nothing more
                 if ruling is not None and ruling.refusal is None:
+                    if asks_first(ruling.command):
+                        self._votes.start(CANNOT).wait(self._wait_seconds)
                     self._votes.start(ABSTAINS).wait(self._wait_seconds)
             last.append(self._votes.start(ballot.pack()))
             for item in last:

@@ -54,6 +54,15 @@ class Joint:
     detail: str = ""
 
 
+ASK_FIRST = frozenset({"rollback"})
+"""Actions that cannot be taken back: ranks ask each other whether they can before anything is overwritten."""
+
+
+def asks_first(command: Command) -> bool:
+    """Whether questions come before it is carried out (`fp8watch.actions.joint`)."""
+    return command.verb == "apply" and command.action in ASK_FIRST
+
+
 class Agreement(Protocol):
     """Decides at each boundary which verified commands all ranks carry out now."""
 
@@ -67,6 +76,10 @@ class Agreement(Protocol):
 
     def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
         """Compare what carrying out a command came to; waits. `can_undo`: it could be taken back here."""
+
+    def lowest(self, answer: int, about: str) -> int:
+        """The lowest of all ranks' answers to a question that all of them are asked now; waits. 0 when they speak of
+        different things. Raises `MustStop` when it will never be known."""
 
     def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
         """Put what waits, in the order of its numbers, to the vote; what is ruled upon at once."""
@@ -98,6 +111,10 @@ class SingleProcess:
     def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
         """There is nobody to differ from."""
         return Joint("same")
+
+    def lowest(self, answer: int, about: str) -> int:
+        """This one's."""
+        return answer
 
     def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
         """All of them, what is refused first."""

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from fp8watch.settings import Settings
 from fp8watch.training.agreement.all_ranks import AllRanks
 from fp8watch.training.agreement.base import Agreement, ObserveOnly, SingleProcess
 from fp8watch.training.agreement.gloo import GlooTransport, TwoLevels, shorten
+from fp8watch.training.agreement.peers import Peers
 from fp8watch.training.agreement.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -49,11 +51,14 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of all that must be the same on every rank."""
 
 
-class Joined(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
     """The agreement of this run, and the attempt that all its ranks begin."""
 
     agreement: Agreement
     attempt: int
+    peers: Peers | None = None
+    """How ranks talk outside of step boundaries; None: one rank, or they cannot."""
 
 
 def policy_digest(*parts: object) -> str:
@@ -69,30 +74,33 @@ def join(identity: Identity, settings: Settings, *, attempt: int, acts: bool, po
     note = Note(
         rank=identity.rank, host=identity.host, run=identity.run, attempt=attempt, acts=acts, policy=policy
     )  # fmt: skip
+    peers: Peers | None = None
     try:
         store = _store(meeting)
+        peers = Peers(store, identity.rank, identity.world_size)
         store.set(f"note/{identity.rank}", msgspec.json.encode(note).decode())
         if not acts:
-            return Joined(agreement=ObserveOnly(None), attempt=attempt)
+            return Joined(agreement=ObserveOnly(None), attempt=attempt, peers=peers)
         notes = _notes(store, identity.world_size, settings.join_seconds)
     except _NotTogether as error:
-        return Joined(agreement=ObserveOnly(str(error) if acts else None), attempt=attempt)
+        return Joined(agreement=ObserveOnly(str(error) if acts else None), attempt=attempt, peers=peers)
     except Exception as error:  # what a store raises differs by kind and version of torch
         logger.debug("ranks did not meet", exc_info=error)
         reason = f"several ranks: they did not find each other ({shorten(error)})"
-        return Joined(agreement=ObserveOnly(reason), attempt=attempt)
+        return Joined(agreement=ObserveOnly(reason), attempt=attempt, peers=peers)
     attempt = max(other.attempt for other in notes)
     apart = why_not(notes, has_agents=settings.agent is not None)
     if apart is not None:
-        return Joined(agreement=ObserveOnly(apart), attempt=attempt)
+        return Joined(agreement=ObserveOnly(apart), attempt=attempt, peers=peers)
     try:
         seconds = settings.agreement_seconds
         votes = transport(store, "votes", notes, identity.rank, seconds=seconds)
         verdicts = transport(store, "verdicts", notes, identity.rank, seconds=seconds)
     except Exception as error:
         reason = f"several ranks: no group could be made ({shorten(error)})"
-        return Joined(agreement=ObserveOnly(reason), attempt=attempt)
-    return Joined(agreement=AllRanks(identity.rank, votes, verdicts, wait_seconds=seconds), attempt=attempt)
+        return Joined(agreement=ObserveOnly(reason), attempt=attempt, peers=peers)
+    agreement = AllRanks(identity.rank, votes, verdicts, wait_seconds=seconds)
+    return Joined(agreement=agreement, attempt=attempt, peers=peers)
 
 
 def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:

@@ -169,6 +169,20 @@ def pack_fate(rank: int, fate: Fate, *, can_undo: bool) -> list[int]:
     return [fate, -fate, 1 if can_undo or fate != Fate.DONE else 0, -(rank + 1) if fate != Fate.DONE else 0]
 
 
+def pack_answer(answer: int, about: str) -> list[int]:
+    """Four numbers to be reduced to their minimum over ranks."""
+    topic = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=8).digest(), "big") >> (64 - _DIGEST_BITS) | 1
+    return [answer, topic, -topic, 0]
+
+
+def read_answer(reduced: Sequence[int]) -> int:
+    """The lowest answer, from the reduced numbers of `pack_answer`; 0 when ranks spoke of different things."""
+    return reduced[0] if reduced[1] == -reduced[2] else 0
+
+
+CANNOT = [0, 0, 0, 0]
+"""What a rank answers to any question that takes no part any more."""
+
 ABSTAINS = [int(Fate.DONE), -int(Fate.UNKNOWN), 1, 0]
 """What a rank says that leaves and carries nothing out any more: it changes no minimum."""
 

@@ -1,0 +1,73 @@
+"""A checkpoint of N ranks on M ranks: which part a rank takes, and what of it has to be changed.
+
+Only where ranks hold copies. A rank that has no part of its own takes that of rank r modulo N, but not its random
+state (two ranks must not draw the same numbers) and, under a sampler that deals samples out to ranks, not its place:
+the samples consumed by all ranks together are dealt out anew, rounded down, so that a few are seen twice and none
+is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp8watch import rng
+from fp8watch.checkpoints.manifest import Manifest
+from fp8watch.checkpoints.place import Layout, Place
+from fp8watch.errors import CheckpointError
+
+
+def place_in(manifest: Manifest, rank: int, world_size: int) -> Place:
+    """The place whose files this rank reads. Raises `CheckpointError` where another number of ranks cannot."""
+    if manifest.world_size == world_size:
+        return Place(rank=rank, world_size=world_size, layout=manifest.layout)
+    if manifest.layout == "shards" and manifest.storage == "torch":
+        raise CheckpointError(
+            f"{manifest.checkpoint}: sharded over {manifest.world_size} ranks, here are {world_size}; "
+            'Checkpoints(format="dcp") can be read by another number of ranks'
+        )
+    layout: Layout = manifest.layout
+    return Place(rank=rank % manifest.world_size, world_size=manifest.world_size, layout=layout)
+
+
+def adapt(state: dict[str, Any], manifest: Manifest, rank: int, world_size: int) -> list[str]:
+    """Change a rank's state file, read for another number of ranks, in place; what there is to say about it."""
+    saved = manifest.world_size
+    if saved == world_size:
+        return []
+    notes = [f"{manifest.checkpoint} was saved by {saved} ranks, here are {world_size}"]
+    if rank >= saved:
+        state["rng"] = {**state["rng"], "host": fresh_random(state["rng"]["host"], rank)}
+        state["rng"].pop("cuda", None)
+        notes.append(f"rank {rank} had no part: it begins with random state of its own")
+    if "data" in state:
+        notes.append(_deal_out(state["data"], saved, world_size))
+    return notes
+
+
+def fresh_random(host: rng.State, rank: int) -> rng.State:
+    """Random state for a rank that was not there, derived from that of one that was, the same at each resume."""
+    content = host["torch"].numpy().tobytes() + rank.to_bytes(4, "big")
+    seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+    now = rng.snapshot()
+    try:
+        torch.set_rng_state(torch.Generator().manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF).get_state())
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFF_FFFF)
+        return rng.snapshot()
+    finally:
+        rng.restore(now)
+
+
+def _deal_out(data: dict[str, Any], saved: int, world_size: int) -> str:
+    epoch_state = data.get("epoch_state")
+    is_dealt = isinstance(epoch_state, dict) and epoch_state.get("sampler_epoch") is not None
+    if not is_dealt or "index" not in data:
+        return "each rank goes on where that of the same number was in its data; samples may be seen twice"
+    for key in ("index", "samples", "skipped_samples"):
+        data[key] = int(data.get(key, 0)) * saved // world_size
+    return f"the epoch goes on after {data['index']} batches a rank"

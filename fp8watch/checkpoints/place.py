@@ -1,0 +1,81 @@
+"""How a run's state lies on its ranks, and which files of a checkpoint are whose.
+
+`whole`: one process. `replicas`: data-parallel copies, of which rank 0 saves model and optimizer for all; every rank
+saves what is its own (random state, data position, buffers). `shards`: every rank saves all that it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8watch.checkpoints.sharding import is_sharded
+
+Layout = Literal["whole", "replicas", "shards"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank's place in a checkpoint."""
+
+    rank: int = 0
+    world_size: int = 1
+    layout: Layout = "whole"
+
+    @property
+    def model_file(self) -> str:
+        """File that holds this rank's model."""
+        return f"model-{self.rank:05d}.pt" if self.layout == "shards" else "model.pt"
+
+    @property
+    def optimizer_file(self) -> str:
+        """File that holds this rank's optimizer."""
+        return f"optimizer-{self.rank:05d}.pt" if self.layout == "shards" else "optimizer.pt"
+
+    @property
+    def state_file(self) -> str:
+        """File of all that is this rank's own."""
+        return "state.pt" if self.layout == "whole" else f"state-{self.rank:05d}.pt"
+
+    @property
+    def part_file(self) -> str:
+        """Says, while a checkpoint is being saved, that this rank's files are durable, or why they are not."""
+        return f"part-{self.rank:05d}.json"
+
+    @property
+    def saves_weights(self) -> bool:
+        """Whether this rank saves model and optimizer."""
+        return self.layout != "replicas" or self.rank == 0
+
+
+def layout_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> Layout:
+    """How the state lies. Without proof that ranks hold copies each saves its own."""
+    if world_size == 1:
+        return "whole"
+    tensors = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+    if any(is_sharded(tensor) for tensor in tensors):
+        return "shards"
+    if isinstance(model, DistributedDataParallel) and model.process_group.size() == world_size:
+        return "replicas"
+    return "shards"
+
+
+def unsupported(model: torch.nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> str | None:
+    """Why the ranks' states cannot be saved one by one; None: they can."""
+    if world_size == 1:
+        return None
+    if hasattr(optimizer, "consolidate_state_dict"):
+        return f"{type(optimizer).__name__} gives its state to one rank only; give Checkpoints save= and load="
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return "FullyShardedDataParallel gathers its state in collectives; use fully_shard, or give save= and load="
+    return None
+
+
+def core(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside a DistributedDataParallel: its names do not depend on the wrapping."""
+    inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(inner, torch.nn.Module)
+    return inner

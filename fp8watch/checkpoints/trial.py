@@ -1,0 +1,54 @@
+"""Which checkpoint a start is trying: one that ends the process each time is not tried for ever."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from fp8watch.checkpoints.files import replace_file
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIALS = 2
+"""Starts from the same checkpoint that made no step. The second may have been a node's fault; a third is not tried."""
+NAME = ".trial.json"
+
+
+class _Trials(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: str
+    times: int
+
+
+class Trial:
+    """The note of it, beside the ledger."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / NAME
+        self._is_open = False
+
+    def begin(self, checkpoint: str) -> bool:
+        """Note that it is about to be loaded; False: it has been too often. A note that cannot be kept is none."""
+        known = self._read()
+        times = known.times + 1 if known is not None and known.checkpoint == checkpoint else 1
+        if times > MAX_TRIALS:
+            return False
+        self._is_open = True
+        try:
+            replace_file(self._path, msgspec.json.encode(_Trials(checkpoint=checkpoint, times=times)))
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._path, error)
+        return True
+
+    def passed(self) -> None:
+        """A step was made since."""
+        if self._is_open:
+            self._is_open = False
+            self._path.unlink(missing_ok=True)
+
+    def _read(self) -> _Trials | None:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=_Trials)
+        except (OSError, msgspec.DecodeError):
+            return None

@@ -1,0 +1,161 @@
+"""A checkpoint that is being saved, as one rank sees it.
+
+Every rank writes its own files, then a small one that says so. Nobody waits for anybody: at each boundary the first
+rank looks whether all have said so, and only then writes the manifest and gives the folder its final name. Until then
+the checkpoint is pending: neither a target nor a reason to remove an older one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from fp8watch.checkpoints import contents, manifest
+from fp8watch.checkpoints.checksum import parameter_checksum
+from fp8watch.checkpoints.files import replace_file, sync_directory, write_synced
+from fp8watch.checkpoints.manifest import FileEntry, Manifest, RankPart
+from fp8watch.checkpoints.parts import TrainingParts
+from fp8watch.checkpoints.place import Place
+from fp8watch.checkpoints.storage import Poll, Storage, files_of_nobody, refuse_unsaved, write_files
+from fp8watch.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+GIVE_UP_SECONDS = 1800.0
+"""How long the other ranks' parts are looked for: ranks that train together are never that far apart (NCCL gives a
+collective ten minutes by default), so a part that is not there by then lies somewhere else."""
+
+
+class Underway:
+    """One checkpoint under way. `advance` is called at each boundary until it gives something back."""
+
+    def __init__(
+        self, folder: Path, final: Path, *, step: int, attempt: int, reason: str, place: Place, started: float
+    ) -> None:
+        """`folder` is the temporary one, the same for all ranks; `started` in seconds of a monotonic clock."""
+        self.folder, self.final = folder, final
+        self.step, self.attempt, self.reason = step, attempt, reason
+        self.part: RankPart | None = None
+        """This rank's part, once it is durable."""
+        self._place, self._started = place, started
+        self._poll: Poll | None = None
+        self._described: RankPart | None = None
+        self._failed_by: str = ""
+
+    def begin(self, parts: TrainingParts, storage: Storage) -> None:
+        """Take the state as it is now and begin to write it. Raises `CheckpointError`; the others are told then."""
+        try:
+            self.folder.mkdir(exist_ok=self._place.layout != "whole")
+            captured = contents.capture(parts, self._place, with_weights=not storage.writes_own_files)
+            if storage.writes_own_files:
+                state = captured.files[self._place.state_file]
+                state[contents.OWN], state[contents.KEPT] = contents.own_state(parts.model), storage.kept(parts)
+            checksum = parameter_checksum(parts.model)
+            self._poll = storage.save(self.folder, parts, self._place)
+            files = write_files(self.folder, captured.files)
+            self._described = contents.describe_part(
+                parts, captured, files, rank=self._place.rank, checksum=checksum
+            )  # fmt: skip
+        except Exception as error:  # torch.save reports a full disk as RuntimeError, a part may raise anything
+            self._give_up(str(error))
+            raise CheckpointError(f"checkpoint of step {self.step} could not be saved: {error}") from error
+
+    def advance(self, now: float, time_unix: float, storage: str, run: str) -> Manifest | None:
+        """Go on as far as is possible now; the manifest when the checkpoint is complete (first rank only).
+
+        Raises `CheckpointError` when it never will be.
+        """
+        if self.part is None:
+            self._finish_own_part()
+        if self.part is None or self._place.rank != 0:
+            return None
+        saved = self._collect(now)
+        return None if saved is None else self._complete(saved, time_unix, storage, run)
+
+    def _finish_own_part(self) -> None:
+        assert self._poll is not None
+        assert self._described is not None
+        try:
+            files = refuse_unsaved(self._poll)
+        except CheckpointError as error:
+            self._give_up(str(error))
+            raise CheckpointError(f"checkpoint of step {self.step}: {error}") from error
+        if files is None:
+            return
+        part = msgspec.structs.replace(self._described, files={**self._described.files, **files})
+        if self._place.layout != "whole":
+            try:
+                replace_file(self.folder / self._place.part_file, msgspec.json.encode(part))
+            except OSError as error:
+                self._give_up(str(error))
+                raise CheckpointError(f"checkpoint of step {self.step} could not be saved: {error}") from error
+        self.part = part
+
+    def _collect(self, now: float) -> list[RankPart] | None:
+        """All ranks' parts; None: some are missing yet."""
+        assert self.part is not None
+        saved = [self.part]
+        missing = []
+        for rank in range(1, self._place.world_size):
+            file = self.folder / Place(rank=rank, world_size=self._place.world_size).part_file
+            try:
+                part = msgspec.json.decode(file.read_bytes(), type=RankPart)
+            except FileNotFoundError:
+                missing.append(rank)
+                continue
+            except (OSError, msgspec.DecodeError) as error:
+                raise CheckpointError(f"checkpoint of step {self.step}: part of rank {rank}: {error}") from error
+            if part.failed:
+                self.discard()
+                raise CheckpointError(f"checkpoint of step {self.step}: rank {rank} could not save: {part.failed}")
+            saved.append(part)
+        if not missing:
+            return saved
+        if now - self._started > GIVE_UP_SECONDS:
+            self.discard()
+            raise CheckpointError(
+                f"checkpoint of step {self.step}: nothing was seen of rank {missing[0]} for {GIVE_UP_SECONDS:g} s; "
+                "is the directory the same for all ranks?"
+            )
+        return None
+
+    def _complete(self, saved: list[RankPart], time_unix: float, storage: str, run: str) -> Manifest:
+        try:
+            written = contents.describe(
+                saved, self._place, checkpoint=self.final.name, run=run, attempt=self.attempt, step=self.step,
+                time_unix=time_unix, storage=storage, shared=self._shared(saved),
+            )  # fmt: skip
+            for part in saved[1:]:
+                (self.folder / Place(rank=part.rank, world_size=len(saved)).part_file).unlink(missing_ok=True)
+            if self._place.layout != "whole":
+                (self.folder / self._place.part_file).unlink(missing_ok=True)
+            write_synced(self.folder / manifest.NAME, manifest.write(written))
+            sync_directory(self.folder)
+            os.rename(self.folder, self.final)
+            sync_directory(self.final.parent)
+        except OSError as error:
+            self.discard()
+            raise CheckpointError(f"checkpoint of step {self.step} could not be saved: {error}") from error
+        return written
+
+    def _shared(self, saved: list[RankPart]) -> dict[str, FileEntry]:
+        known = {name: entry for part in saved for name, entry in part.files.items()}
+        return files_of_nobody(self.folder, known)
+
+    def _give_up(self, why: str) -> None:
+        """Let the first rank know. Where not even that can be written, it gives up by itself after a while."""
+        if self._place.layout == "whole" or self._place.rank == 0:
+            self.discard()
+            return
+        with contextlib.suppress(OSError):
+            failed = RankPart(rank=self._place.rank, failed=why)
+            (self.folder / self._place.part_file).write_bytes(msgspec.json.encode(failed))
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""Where a run goes on after a start: the newest checkpoint that every rank finds sound.
+
+Alone, the manager falls back by itself. Of several ranks the first proposes, all read what they need of it and say
+whether it is sound, and only then all overwrite. A rank that fails at that raises on all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from fp8watch.checkpoints.manager import CheckpointManager
+from fp8watch.checkpoints.restore import Loaded, RestoreReport, Unfit
+from fp8watch.errors import CheckpointError
+from fp8watch.records import CheckpointRecord
+from fp8watch.training.agreement.peers import Peers, PeersLost
+
+
+class _Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says in one round."""
+
+    record: CheckpointRecord | None = None
+    has_some: bool = False
+    damaged: str = ""
+    unfit: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What was restored, and the highest attempt that any rank had begun."""
+
+    report: RestoreReport
+    record: CheckpointRecord
+    attempt: int
+
+
+def resume_alone(manager: CheckpointManager, attempt: int) -> Resumed | None:
+    """One process. None: there is no checkpoint. Raises `CheckpointError`, with nothing overwritten."""
+    record = manager.resume_target()
+    if record is None:
+        if manager.records():
+            raise CheckpointError(f"every checkpoint in {manager.root} is tainted; remove them to start afresh")
+        return None
+    report = manager.restore(record.checkpoint, allow_without_data=True)
+    return Resumed(report=report, record=manager.ledger.find(report.checkpoint), attempt=attempt)
+
+
+def resume_together(manager: CheckpointManager, peers: Peers, attempt: int, seconds: float) -> Resumed | None:
+    """All ranks of several. None: there is no checkpoint. Raises `CheckpointError` on all of them."""
+    try:
+        return _resume_together(manager, peers, attempt, seconds)
+    except PeersLost as error:
+        raise CheckpointError(f"resume: {error}") from error
+
+
+def _resume_together(manager: CheckpointManager, peers: Peers, attempt: int, seconds: float) -> Resumed | None:
+    refused: dict[str, str] = {}
+    while True:
+        record = manager.resume_target() if manager.is_writer else None
+        has_some = manager.is_writer and bool(manager.records())
+        proposal = _say(peers, _Word(record=record, has_some=has_some), seconds)[0]
+        if proposal.record is None:
+            if proposal.has_some:
+                said = f"no checkpoint in {manager.root} is usable; remove them to start afresh"
+                raise CheckpointError("; ".join([*refused.values(), said]))
+            return None
+        target = proposal.record.checkpoint
+        loaded, word = _load(manager, target)
+        words = _say(peers, word, seconds)
+        for rank, other in enumerate(words):
+            if other.unfit:
+                raise CheckpointError(f"{target} cannot be restored on rank {rank}: {other.unfit}")
+        damaged = next((f"rank {rank}: {other.damaged}" for rank, other in enumerate(words) if other.damaged), None)
+        if damaged is not None or loaded is None:
+            refused[target] = damaged or "damaged"
+            if manager.is_writer:
+                manager.refuse(target, refused[target])
+            continue
+        report, failure = _put_back(manager, loaded, refused)
+        words = _say(peers, _Word(damaged=failure, attempt=attempt), seconds)
+        failed = next((f"rank {rank}: {other.damaged}" for rank, other in enumerate(words) if other.damaged), None)
+        if failed is not None or report is None:
+            raise CheckpointError(f"{target}: not all ranks could restore it, {failed}")
+        return Resumed(report=report, record=proposal.record, attempt=max(other.attempt for other in words))
+
+
+def _load(manager: CheckpointManager, target: str) -> tuple[Loaded | None, _Word]:
+    try:
+        return manager.load(target, allow_without_data=True), _Word()
+    except Unfit as error:
+        return None, _Word(unfit=str(error))
+    except CheckpointError as error:
+        return None, _Word(damaged=str(error))
+    except Exception as error:  # whatever it is, the other ranks wait for a word
+        return None, _Word(unfit=f"{type(error).__name__}: {error}")
+
+
+def _put_back(manager: CheckpointManager, loaded: Loaded, refused: dict[str, str]) -> tuple[RestoreReport | None, str]:
+    try:
+        return manager.put_back(loaded, skip_batches=0, refused=refused), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _say(peers: Peers, word: _Word, seconds: float) -> list[_Word]:
+    answers = peers.exchange(msgspec.json.encode(word).decode(), seconds)
+    return [msgspec.json.decode(answer, type=_Word) for answer in answers]

@@ -1,0 +1,113 @@
+"""Starts real ranks with a controller that only gives orders, and reads what they wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fake_controller import Cut, FakeController, Order
+
+from fp8watch.records import Command
+
+FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+
+
+def command(run: str, number: int, action: str, **fields: Any) -> Command:
+    values: dict[str, Any] = {
+        "id": f"{action}-{number}", "run": run, "attempt": 0, "term": 1, "sequence": number, "verb": "apply",
+        "action": action, "params": {}, "last_step": 1000,
+    }  # fmt: skip
+    return Command(**{**values, **fields})
+
+
+def in_turn(run: str, *wanted: tuple[str, dict[str, Any]], every: int = 6) -> list[Order]:
+    return [
+        Order(command=command(run, number, action, **fields), after=3 + every * (number - 1))
+        for number, (action, fields) in enumerate(wanted, 1)
+    ]
+
+
+@dataclass(frozen=True)
+class Launch:
+    ranks: int
+    folder: Path
+    codes: list[int]
+    controller: FakeController
+
+    def lines(self, scenario: str, rank: int) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / f"{scenario}-{rank}.jsonl").read_text().splitlines()]
+
+    def steps(self, scenario: str, rank: int) -> list[dict[str, Any]]:
+        return [line for line in self.lines(scenario, rank) if "ended" not in line]
+
+    def ends(self, scenario: str) -> list[str]:
+        return [self.lines(scenario, rank)[-1].get("ended", "killed") for rank in range(self.ranks)]
+
+    def assert_one_state(self, scenario: str, *, ranks: list[int] | None = None) -> None:
+        """No step was finished in different states; parameters included."""
+        by_rank = [self.steps(scenario, rank) for rank in ranks or range(self.ranks)]
+        for lines in zip(*by_rank, strict=False):
+            assert all(line == lines[0] for line in lines), f"step {lines[0]['step']}"
+
+    def statuses(self, scenario: str, order: Order) -> list[list[tuple[str, str]]]:
+        answers = self.controller.answers(scenario, order.command)
+        return [[(r.status, r.readback) for r in answers.get(rank, [])] for rank in range(self.ranks)]
+
+
+def launch(
+    program: str,
+    ranks: int,
+    scenarios: list[str],
+    folder: Path,
+    orders: Mapping[str, Sequence[Order]],
+    *,
+    cuts: Mapping[str, Sequence[Cut]] | None = None,
+    with_torchrun: bool = False,
+) -> Launch:
+    """Play scenarios of a program beside this file, on real processes; by `torchrun`, or started one by one.
+
+    `folder` may hold what an earlier launch has left.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    sockets = Path(tempfile.mkdtemp(prefix="fp8w"))  # a socket's path is short
+    controller = FakeController(sockets / "c.sock", orders, cuts)
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "FP8WATCH_AGENT": controller.address, "FP8WATCH_DIR": str(folder / "fp8watch"), "FP8WATCH_REPORT": "0",
+        "FP8WATCH_METRICS_PORT": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "agent")]),
+    }  # fmt: skip
+    arguments = [str(FOLDER / program), str(folder), *scenarios]
+    processes = []
+    for number in range(1 if with_torchrun else ranks):
+        start, mine = [sys.executable], {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
+        if with_torchrun:
+            start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
+            start += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+            mine = {name: value for name, value in environment.items() if name not in ("WORLD_SIZE", "MASTER_PORT")}
+        with (folder / f"stderr-{number}").open("w") as log:
+            processes.append(subprocess.Popen([*start, *arguments], env=mine, stderr=log))
+    try:
+        codes = [process.wait(240) for process in processes]
+    except subprocess.TimeoutExpired:
+        said = "\n".join((folder / f"stderr-{rank}").read_text()[-3000:] for rank in range(len(processes)))
+        raise AssertionError(f"ranks hang\n{said}") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    controller.close()
+    shutil.rmtree(sockets)
+    return Launch(ranks, folder, codes, controller)

@@ -1,0 +1,123 @@
+"""A rank's own opinion: drastic orders for which it sees no reason are refused, others never."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8watch.columns import pack
+from fp8watch.records import Command, Layout, StepFrame, TensorColumn
+from fp8watch.training.evidence import Evidence
+
+LAYOUT = Layout(
+    run="r", attempt=0, rank=0, layout_id=1, expected_modules=1, observed_modules=1,
+    columns=[
+        TensorColumn(module="a", tensor="input", block="0", fp8_format="e4m3"),
+        TensorColumn(module="b", tensor="input", block="0", fp8_format="e4m3"),
+    ],
+)  # fmt: skip
+ONSET = 60
+
+
+def order(action: str = "rollback", verb: str = "apply", **because: Any) -> Command:
+    return Command(
+        id="a1", run="r", attempt=0, term=1, sequence=1, verb=verb, action=action, last_step=1000,  # type: ignore[arg-type]
+        because={"onset_step": ONSET, **because},
+    )  # fmt: skip
+
+
+def watched(steps: int = 80, *, rank: int = 0, **trouble: Any) -> Evidence:
+    """A rank that has seen ordinary steps, but for `trouble` (scalars, or amax and scale of `a:input`) at the onset."""
+    noise = random.Random(0)
+    evidence = Evidence(rank, world_size=4)
+    for step in range(1, steps + 1):
+        now = trouble if step == ONSET + 1 else {}
+        # Within the band by construction: what is tested is the rule and not chance.
+        scalars = {"loss": 2.0 * math.exp(noise.uniform(-0.1, 0.1)), "grad_norm": math.exp(noise.uniform(-0.3, 0.3))}
+        scalars |= {name: value for name, value in now.items() if name not in ("amax", "scale", "underflowed")}
+        amax, scale = now.get("amax", 1.0), now.get("scale", 448.0)
+        columns = {
+            "amax": pack(np.array([amax, 1.0]), "f4"),
+            "scale": pack(np.array([scale, 448.0]), "f4"),
+            "quantized": pack(np.array([1000, 1000]), "u8"),
+            "underflowed": pack(np.array([now.get("underflowed", 0), 0]), "u8"),
+        }
+        frame = StepFrame(
+            run="r", attempt=0, rank=rank, step=step, layout_id=1, time_unix=0.0, scalars=scalars, columns=columns
+        )  # fmt: skip
+        evidence.note(frame, LAYOUT)
+    return evidence
+
+
+@pytest.mark.parametrize("action", ["rollback", "bf16_all", "halt"])
+def test_nothing_seen_is_an_objection(action: str) -> None:
+    found = watched().objection(order(action))
+    assert found is not None
+    assert "rank 0 has seen nothing out of the ordinary itself (steps 60 to 80)" in found
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"loss": math.nan}, {"grad_norm": math.inf}, {"param_nonfinite": 1.0}, {"update_skipped": 1.0},
+        {"loss": 4.0}, {"loss": 0.5}, {"grad_norm": 30.0},
+    ],
+)  # fmt: skip
+def test_what_it_has_seen_itself_is_reason_enough(trouble: dict[str, float]) -> None:
+    assert watched(**trouble).objection(order()) is None
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"amax": math.inf}, {"scale": math.nan}, {"scale": 0.0}, {"amax": 1.5}, {"scale": 448.0 / 64},
+        {"underflowed": 50},
+    ],
+)  # fmt: skip
+def test_of_tensors_only_those_count_that_are_named(trouble: dict[str, float]) -> None:
+    evidence = watched(**trouble)
+    assert evidence.objection(order(tensors=["a:input"])) is None
+    assert evidence.objection(order(tensors=["b:input"])) is not None
+    assert evidence.objection(order(tensors=["nowhere:input"])) is not None
+
+
+def test_a_slow_rise_is_seen_in_the_mean() -> None:
+    evidence = watched(ONSET)
+    for step in range(ONSET + 1, ONSET + 20):
+        frame = StepFrame(
+            run="r", attempt=0, rank=0, step=step, layout_id=1, time_unix=0.0, scalars={"loss": 2.0 * math.exp(0.15)}
+        )  # fmt: skip
+        evidence.note(frame, LAYOUT)
+    assert evidence.objection(order()) is None
+
+
+def test_another_rank_s_trouble_is_not_this_one_s_to_judge() -> None:
+    evidence = watched(rank=1)
+    assert evidence.objection(order(rank=2)) is None
+    assert evidence.objection(order(rank=1)) is not None
+    assert "there is none" in str(evidence.objection(order(rank=99)))  # a name that nobody answers to is no way round
+
+
+def test_trouble_before_the_onset_that_is_named_does_not_count() -> None:
+    assert watched(120, loss=9.0).objection(order(onset_step=100)) is not None
+
+
+@pytest.mark.parametrize("command", [order("hold_lr"), order("bf16_layers"), order("rollback", verb="revert")])
+def test_what_is_not_drastic_needs_no_opinion(command: Command) -> None:
+    assert watched().objection(command) is None
+
+
+def test_a_young_run_has_nothing_to_compare_with() -> None:
+    assert watched(70).objection(order(onset_step=10)) is None
+
+
+def test_without_an_onset_the_last_steps_are_looked_at() -> None:
+    command = Command(
+        id="a1", run="r", attempt=0, term=1, sequence=1, verb="apply", action="halt", last_step=1000
+    )  # fmt: skip
+    assert watched().objection(command) is not None
+    assert watched(loss=9.0).objection(command) is None
