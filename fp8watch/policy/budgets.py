@@ -9,8 +9,9 @@ from fp8watch.policy.schema import Budgets
 
 DAY_SECONDS = 86_400.0
 WINDOW_STEPS = 1000
-FREE = frozenset({"halt", "skip_update"})
-"""A stop is what is left when budgets are spent; a skipped update is bounded by its own rung."""
+FREE = frozenset({"halt", "skip_update", "checkpoint_now", "checkpoint_cadence"})
+"""A stop is what is left when budgets are spent, a skipped update is bounded by its own rung, and saving a checkpoint
+changes no number of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8watch.policy.budgets import refusal
 from fp8watch.policy.fill import NotNow, fill
-from fp8watch.policy.match import first_match
-from fp8watch.policy.outcome import has_recovered, is_covered
-from fp8watch.policy.recurrence import new_track, taken_up_again
-from fp8watch.policy.rungs import Rung
+from fp8watch.policy.match import first_match, passed_over
+from fp8watch.policy.outcome import INSURANCE, is_covered, why_not_recovered
+from fp8watch.policy.preconditions import why_quiet
+from fp8watch.policy.recurrence import grown_serious, new_track, taken_up_again
+from fp8watch.policy.rungs import Halt, Rung, Verify
 from fp8watch.policy.schema import Policy, Rule, lower_mode
-from fp8watch.policy.state import Decision, InForce, PolicyState, Track
+from fp8watch.policy.state import Decision, PolicyState, Track
+from fp8watch.policy.turn import Turn, join
 from fp8watch.policy.view import Trouble, View
 
 ACTIVE_STEPS = 2
 """A trouble not seen for longer is not acted on."""
 AFTERMATH_STEPS = 5
 """What began inside a settling window must outlive it by so many steps before it is a trouble of its own."""
-APPROVAL_STEPS = 1000
-"""An action that nobody approved in so many steps is dropped."""
+CLIP_STEPS = 300
+"""A clip limit has to be in force for so many steps before its share of clipped ones means anything."""
 BUILDS_ON = frozenset({"rollback", "bf16_all", "halt"})
 """Before these the rung before is not undone: a rollback carries along what is in force."""
 
@@ -37,20 +38,14 @@ def decide(policy: Policy, state: PolicyState, view: View) -> tuple[PolicyState,
     turn.judge()
     turn.hear_people()
     turn.end_by_itself()
+    turn.undo_stalls()
     turn.act()
     turn.try_returns()
     return turn.state, turn.decisions
 
 
-class _Turn:
-    """One call of `decide`: the state as it changes, and the decisions so far."""
-
-    def __init__(self, policy: Policy, state: PolicyState, view: View) -> None:
-        self.policy = policy
-        self.state = state
-        self.view = view
-        self.decisions: list[Decision] = []
-        self.is_busy = view.is_busy
+class _Turn(Turn):
+    """The order in which a turn goes."""
 
     # Outcomes
 
@@ -66,12 +61,23 @@ class _Turn:
             if track.phase != "settling" or self.view.seen < track.judge_at:
                 continue
             rule = self._rule(track)
-            if has_recovered(self.policy, self.view, track):
-                self._verdict(track, "helped", "not seen in the second half of the settling window")
+            why = why_not_recovered(self.policy, self.view, track, self._rung(track))
+            if why is None:
+                self._verdict(track, "helped", self._why_helped(track))
                 track = replace(track, phase="done", helped=True, resolved_seen=self.view.seen)
                 self.state = self.state.with_track(self._with_damage(track, rule))
             else:
-                self._no_effect(track, rule, "still there at the end of the settling window")
+                self._no_effect(track, rule, why)
+
+    def _why_helped(self, track: Track) -> str:
+        if track.action in INSURANCE:
+            return "in force"
+        rung = self._rung(track)
+        if rung is None or rung.verify == Verify():
+            return "not seen in the second half of the settling window"
+        loss = rung.verify.loss_within
+        told = "" if loss is None else f", and the loss is within {loss:.0%} of before"
+        return f"not seen in the last {rung.verify.quiet_share:.0%} of the settling window{told}"
 
     def _with_damage(self, track: Track, rule: Rule | None) -> Track:
         """Helped, but the loss is hurt and the next rung is there to mend it: it is due."""
@@ -90,7 +96,10 @@ class _Turn:
         blame = f"{track.action} had no effect: {why}"
         moved = replace(track, rung=track.rung + 1, phase="open", is_due=True, why=blame)
         held = next((item for item in self.state.in_force if item.action_id == track.action_id), None)
-        keeps = following is not None and following.action in BUILDS_ON
+        rung = self._rung(track)
+        keeps = (following is not None and following.action in BUILDS_ON) or not (
+            rung is None or rung.undo_without_effect
+        )
         if held is not None and not keeps and self.is_busy:  # another command is on its way: undone after it
             self.state = replace(self.state, leftovers=(*self.state.leftovers, held))
         elif held is not None and not keeps:
@@ -102,27 +111,38 @@ class _Turn:
 
     def hear_people(self) -> None:
         for track in self.state.tracks:
-            if track.phase != "waiting":
+            rung, rule = self._rung(track), self._rule(track)
+            if track.phase != "waiting" or rung is None or rule is None:
                 continue
-            verdict = self.view.verdicts.get(track.action_id)
+            approval = self.policy.approval_of(rule)
+            verdict, by = self.view.verdicts.get(track.action_id), self.view.people.get(track.action_id, "")
+            why = "approved by a person" if not by else f"approved by {by}"
+            if verdict is None and self.view.seen - track.decided_seen > approval.timeout_steps:
+                silence = f"nobody answered in {approval.timeout_steps} steps"
+                if approval.default == "refuse":
+                    self._close(track, "expired", silence)
+                    continue
+                verdict, by, why = "approve", "the policy's default", f"{silence}: the policy's default is to apply it"
             if verdict == "refuse":
-                self._close(track, "refused", "refused by a person")
-            elif verdict == "approve":
-                if self.is_busy or self.view.disarmed:
-                    continue
-                rung, rule = self._rung(track), self._rule(track)
-                if rung is None or rule is None:
-                    continue
-                spent = self._refusal(rung)
-                if spent is not None:
-                    self._close(track, "refused", spent)
-                    continue
-                self._send(track, rule, rung, dict(track.params), "approved by a person")
-            elif self.view.seen - track.decided_seen > APPROVAL_STEPS:
-                self._close(track, "expired", f"nobody answered in {APPROVAL_STEPS} steps")
+                self._close(track, "refused", "refused by a person" if not by else f"refused by {by}", by or "a person")
+            elif verdict == "approve" and not (self.is_busy or self.view.disarmed):
+                self._approved(track, rule, rung, why, by or "a person")
 
-    def _close(self, track: Track, status: str, why: str) -> None:
-        self._record(track, status, why, track.action_id, track.action)
+    def _approved(self, track: Track, rule: Rule, rung: Rung, why: str, by: str) -> None:
+        """Do it, if its moment has not passed: what was possible when it was asked for may not be any more."""
+        spent = self._refusal(rung)
+        if spent is not None and self.policy.budgets.when_spent == "observe":
+            self._close(track, "refused", spent)
+            return
+        try:
+            fill(self.policy, self.state, self.view, rung, track.trouble)
+        except NotNow as error:
+            self._close(track, "expired", f"approved, but no longer possible: {error}", by)
+            return
+        self._send(track, rule, rung, dict(track.params), why, by)
+
+    def _close(self, track: Track, status: str, why: str, by: str = "") -> None:
+        self._record(track, status, why, track.action_id, track.action, by)
         self.state = self.state.with_track(replace(track, phase="done", is_final=True))
 
     # Returns
@@ -131,6 +151,17 @@ class _Turn:
         kept = tuple(item for item in self.state.in_force if item.ends_seen is None or self.view.seen < item.ends_seen)
         if len(kept) != len(self.state.in_force):
             self.state = replace(self.state, in_force=kept)
+
+    def undo_stalls(self) -> None:
+        """A clip limit of ours that fires all the time slows the run and cures nothing."""
+        rate = self.view.clip_rate
+        for held in self.state.in_force:
+            limit = held.undo_above_clip_rate
+            is_old = self.view.seen - held.since_seen >= CLIP_STEPS
+            if self.is_busy or self.view.disarmed or rate is None or limit is None or held.is_undoing or not is_old:
+                continue
+            if rate > limit:
+                self._revert(held, held.layers, f"{rate:.0%} of {CLIP_STEPS} steps clipped, over {limit:.0%}: a stall")
 
     def try_returns(self) -> None:
         if self.is_busy or self.view.disarmed or self._is_settling() or self.view.is_nonfinite_now:
@@ -143,31 +174,25 @@ class _Turn:
                 self._revert(held, layers, "trial return: the hold is over")
                 return
 
-    def _revert(self, held: InForce, layers: tuple[str, ...], why: str) -> None:
-        params: dict[str, object] = {"layers": list(layers)} if held.action == "bf16_layers" else {}
-        if held.action == "bf16_layers" and len(layers) < len(held.layers):
-            # Not all of the layers: the command has an id of its own and names the action that it undoes in part.
-            params["of"] = held.action_id
-        self.decisions.append(
-            Decision(
-                kind="revert", action_id=held.action_id, action=held.action, params=params, rule=held.rule, reason=why
-            )
-        )
-        self.is_busy = True
-        undoing = replace(held, is_undoing=True, undoing_layers=layers)
-        others = tuple(undoing if item.action_id == held.action_id else item for item in self.state.in_force)
-        self.state = replace(self.state, in_force=others)
-
     # Acting
 
     def act(self) -> None:
         for rule, trouble, track in self._candidates():
             is_urgent = trouble.detector == "nonfinite" and self.view.is_nonfinite_now
-            if not is_urgent and (self._is_settling() or self._is_aftermath(trouble, track)):
-                continue
             if is_urgent and track.phase != "open":
                 continue
+            why = None if is_urgent else self._why_held_back(trouble, track)
+            if why is not None:
+                self._note(trouble, rule.name, why)
+                continue
             self._climb(rule, trouble, track)
+
+    def _why_held_back(self, trouble: Trouble, track: Track) -> str | None:
+        if self._is_settling():
+            return "an action is under way or settling: two effects could not be told apart"
+        if self._is_aftermath(trouble, track):
+            return "began in the window of an action of ours and has not outlived it"
+        return why_quiet(self.policy.quiet, self.view, trouble)
 
     def _candidates(self) -> list[tuple[Rule, Trouble, Track]]:
         found: list[tuple[int, int, Rule, Trouble, Track]] = []
@@ -176,7 +201,13 @@ class _Turn:
             match = first_match(self.policy, trouble, self.view)
             track = self.state.track_of(trouble.incident)
             is_due = track is not None and track.is_due
-            if match is None or (is_covered(self.state, trouble) and not is_due):
+            if match is None:
+                if track is None:
+                    why = passed_over(self.policy, trouble, self.view)
+                    self._note(trouble, "", f"no rule has it: {why}" if why else "no rule speaks of it")
+                continue
+            if is_covered(self.state, trouble) and not is_due:
+                self._note(trouble, match[1].name, "covered by an action that is in force")
                 continue
             position, rule = match
             is_active = self.view.age(trouble) <= ACTIVE_STEPS
@@ -190,6 +221,7 @@ class _Turn:
                 self.state = self.state.with_track(track)
             else:
                 track = taken_up_again(replace(track, trouble=trouble), rule, self.view)
+                track = grown_serious(track, self._rule(track), rule, self.view)
                 self.state = self.state.with_track(track)
             if track.phase == "open" and (track.is_due or is_active):
                 found.append((position, trouble.onset_step, rule, trouble, track))
@@ -231,6 +263,8 @@ class _Turn:
                 # Not finite somewhere harmless (an amax), or over by now: there is no update to skip.
                 break
             try:
+                if rung.action == "skip_update" and mode == "approve":
+                    raise NotNow("a standing rule of the ranks cannot wait for a person")
                 params, how = fill(self.policy, self.state, self.view, rung, trouble)
             except NotNow as error:
                 if mode == "observe" and rung.action == "skip_update":
@@ -241,94 +275,46 @@ class _Turn:
                     continue
             track = replace(track, params=params, action=rung.action, decided_seen=self.view.seen)
             if mode == "observe" or self.view.disarmed:
-                self._announce("propose", track, rung, _join(track.why, how, self.view.disarmed), "observe")
+                self._announce("propose", track, rung, join(track.why, how, self.view.disarmed), "observe")
                 track = replace(track, phase="done", is_final=True)
                 break
             spent = self._refusal(rung)
-            if spent is not None:
+            when_spent = self.policy.budgets.when_spent
+            if spent is not None and (when_spent == "approve" or (when_spent == "halt" and mode == "approve")):
+                mode, how = "approve", join(how, spent)
+            elif spent is not None:
                 self._record(track, "refused", spent, self._new_id(), rung.action)
+                if when_spent == "halt" and rung.action != "rollback" and self._halt(track, rule, trouble, spent):
+                    return
                 if rung.action == "rollback":
                     track = replace(track, rung=track.rung + 1, is_due=True)
                     continue
                 track = replace(track, phase="done", is_final=True)
                 break
             if mode == "approve":
-                action_id = self._announce("wait", track, rung, _join(track.why, how), "approve")
+                action_id = self._announce("wait", track, rung, join(track.why, how), "approve")
                 track = replace(track, phase="waiting", action_id=action_id)
                 break
             if rung.action == "skip_update":
-                self._announce("apply", track, rung, _join(track.why, how), "auto")
+                self._announce("apply", track, rung, join(track.why, how), "auto")
                 track = replace(track, phase="done", helped=True, resolved_seen=self.view.seen)
                 break
             if self.is_busy:
                 break
-            self._send(track, rule, rung, params, _join(track.why, how))
+            self._send(track, rule, rung, params, join(track.why, how))
             return
         if track.rung >= len(rule.ladder):
             track = replace(track, phase="done", is_final=True)
         self.state = self.state.with_track(track)
 
-    def _send(self, track: Track, rule: Rule, rung: Rung, params: dict[str, object], why: str) -> None:
-        action_id = track.action_id if track.phase == "waiting" else self._new_id()
-        self.decisions.append(
-            Decision(
-                kind="apply", action_id=action_id, action=rung.action, params=params, rule=rule.name,
-                trouble=track.trouble, mode=self.policy.rule_mode(rule), reason=why, rung=rung,
-            )
-        )  # fmt: skip
-        self.is_busy = True
-        self.state = self.state.with_track(
-            replace(track, phase="sent", is_due=False, action_id=action_id, action=rung.action, params=params)
-        )
-
-    # Small things
-
-    def _rule(self, track: Track) -> Rule | None:
-        return next((rule for rule in self.policy.rules if rule.name == track.rule), None)
-
-    def _rung(self, track: Track) -> Rung | None:
-        rule = self._rule(track)
-        return rule.ladder[track.rung] if rule and track.rung < len(rule.ladder) else None
-
-    def _refusal(self, rung: Rung) -> str | None:
-        return refusal(
-            self.policy.budgets, self.state.spent, rung.action, seen=self.view.seen, time_unix=self.view.time_unix
-        )
-
-    def _new_id(self) -> str:
-        number = self.state.next_number
-        self.state = replace(self.state, next_number=number + 1)
-        return f"{self.view.run}-{self.view.term}.{number:04d}"
-
-    def _announce(self, kind: str, track: Track, rung: Rung, why: str, mode: str) -> str:
-        action_id = self._new_id()
-        self.decisions.append(
-            Decision(
-                kind=kind, action_id=action_id, action=rung.action, params=track.params, rule=track.rule,  # type: ignore[arg-type]
-                trouble=track.trouble, mode=mode, reason=why, rung=rung,  # type: ignore[arg-type]
-            )
-        )  # fmt: skip
-        return action_id
-
-    def _record(self, track: Track, status: str, why: str, action_id: str, action: str) -> None:
-        rule = self._rule(track)
-        mode = self.policy.rule_mode(rule) if rule is not None else self.policy.mode
-        self.decisions.append(
-            Decision(
-                kind="record", mode=mode, action_id=action_id, action=action,
-                params=track.params if action == track.action else {}, rule=track.rule, trouble=track.trouble,
-                reason=_join(track.why, why), status=status,  # type: ignore[arg-type]
-            )
-        )  # fmt: skip
-
-    def _verdict(self, track: Track, outcome: str, why: str) -> None:
-        self.decisions.append(
-            Decision(
-                kind="verdict", action_id=track.action_id, action=track.action, rule=track.rule, trouble=track.trouble,
-                outcome=outcome, reason=why,  # type: ignore[arg-type]
-            )
-        )  # fmt: skip
-
-
-def _join(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)
+    def _halt(self, track: Track, rule: Rule, trouble: Trouble, why: str) -> bool:
+        """The policy's last word when its budget is spent; False: this run cannot be halted now."""
+        rung = Halt(action="halt")
+        try:
+            params, _ = fill(self.policy, self.state, self.view, rung, trouble)
+        except NotNow:
+            return False
+        if self.is_busy:
+            return False
+        self._send(track, rule, rung, params, why)
+        return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp8watch.policy.rungs import Rung
+from fp8watch.policy.rungs import Rung, TightenClip
 from fp8watch.policy.schema import Policy
 from fp8watch.policy.state import InForce, PolicyState, Track
 from fp8watch.policy.view import View
@@ -46,6 +46,9 @@ def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> P
         ends_seen=_end(track, view),
         settle_steps=rung.settle_steps,
         hold_times=track.hold_times,
+        hold_growth=rung.hold_growth,
+        since_seen=view.seen,
+        undo_above_clip_rate=rung.undo_above_clip_rate if isinstance(rung, TightenClip) else None,
     )
     return replace(state, in_force=(*state.in_force, held))
 
@@ -108,8 +111,9 @@ def reverted(state: PolicyState, view: View, action_id: str, *, ok: bool) -> Pol
         return state
     if track.phase == "undoing":
         return state.with_track(replace(track, phase="open"))
-    # A trial return: what comes back from here on is held twice as long the next time.
-    return state.with_track(replace(track, hold_times=track.hold_times * 2, resolved_seen=view.seen))
+    # A trial return: what comes back from here on is held longer the next time.
+    times = track.hold_times * held.hold_growth
+    return state.with_track(replace(track, hold_times=times, resolved_seen=view.seen))
 
 
 def rolled_back(state: PolicyState) -> PolicyState:

@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from fp8watch.policy import gain
 from fp8watch.policy.outcome import PRECISION
+from fp8watch.policy.preconditions import unmet
 from fp8watch.policy.rungs import (
     Bf16All,
     Bf16Layers,
+    CheckpointCadence,
     Halt,
     HoldLr,
     LengthenWarmup,
@@ -37,15 +40,21 @@ def fill(policy: Policy, state: PolicyState, view: View, rung: Rung, trouble: Tr
     """The command's parameters and a sentence on how they came about. Raises `NotNow`."""
     if (why := view.unavailable.get(rung.action)) is not None:
         raise NotNow(f"not available in this run: {why}")
+    if (why := unmet(rung.requires, view, trouble)) is not None:
+        raise NotNow(why)
     if isinstance(rung, Rollback):
         return _rollback(policy, state, view, rung, trouble)
+    no_gain, remark = gain.judge(rung, view, trouble)
+    if no_gain is not None:
+        raise NotNow(no_gain)
     special = _SPECIAL.get(type(rung))
     if special is not None:
-        return special(state, view, rung, trouble)
+        params, how = special(state, view, rung, trouble)
+        return params, how or remark
     params = rung.command_params()
     if rung.action in {"repair_scale", "bf16_layers"} or rung.scope in {"tensor", "layer"}:
         params["tensors"] = _tensors(view, rung, trouble)
-    return params, ""
+    return params, remark
 
 
 def _tensors(view: View, rung: Rung, trouble: Trouble) -> list[str]:
@@ -146,6 +155,11 @@ def _rewarm(state: PolicyState, view: View, rung: Rung, trouble: Trouble) -> tup
     return rung.command_params(), ""
 
 
+def _checkpoint_cadence(state: PolicyState, view: View, rung: Rung, trouble: Trouble) -> tuple[Params, str]:
+    _not_twice(state, "checkpoint_cadence")
+    return rung.command_params(), ""
+
+
 def _halt(state: PolicyState, view: View, rung: Rung, trouble: Trouble) -> tuple[Params, str]:
     reason = f"{trouble.detector} ({trouble.cause}) since step {trouble.onset_step}"
     return {"reason": reason}, ""
@@ -204,4 +218,5 @@ _SPECIAL: dict[type[Rung], Callable[[PolicyState, View, Rung, Trouble], tuple[Pa
     LengthenWarmup: _lengthen_warmup,
     Rewarm: _rewarm,
     Halt: _halt,
+    CheckpointCadence: _checkpoint_cadence,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from fp8watch.errors import BadInput
-from fp8watch.policy.schema import Policy
+from fp8watch.policy import lint, yaml_text
+from fp8watch.policy.schema import Policy, meant
+from fp8watch.records import DETECTORS
 
-MAX_POLICY_BYTES = 1024 * 1024
-"""Longer is no policy file: refuse it before parsing."""
-MAX_POLICY_VALUES = 100_000
-"""Keys and values, every alias counted as what it stands for: a few lines of aliases can mean billions."""
+SCHEMA_ID = "urn:fp8watch:policy:1"
+"""Carries the file's `version`: a schema that refuses what this one accepts gets another number."""
 
 
 def shipped() -> list[str]:
@@ -57,69 +58,34 @@ def read(source: str | Path | None) -> tuple[str, str]:
 
 
 def parse(text: str, name: str = "<policy>") -> Policy:
-    """The policy in a YAML text. Raises `BadInput`."""
-    document = _parse_yaml(text, name)
+    """The policy in a YAML text. Raises `BadInput`. Whether it can work is not asked (`check` does)."""
+    return _validated(text, name)[0]
+
+
+def check(source: str | Path | None) -> Policy:
+    """The policy, if it is valid and can work. Raises `BadInput` with all that is wrong or can never take effect."""
+    text, name = read(source)
+    policy, document = _validated(text, name)
+    faults = [(_line(document, at), _field(document, at), why) for at, why in lint.faults(policy)]
+    if faults:
+        raise BadInput([f"{name}:{line}: {field}: {why}" for line, field, why in sorted(faults)])
+    return policy
+
+
+def _validated(text: str, name: str) -> tuple[Policy, Any]:
+    document = yaml_text.parse(text, name)
     if not isinstance(document, dict):
         found = "nothing" if document is None else "a list" if isinstance(document, list) else type(document).__name__
         raise BadInput([f"{name}:1: policy: a mapping with version and rules is wanted, found {found}"])
+    plain = yaml_text.plain(document, name)
     try:
-        plain = _Plain()(document)
-    except (_TooMany, RecursionError) as error:
-        reason = f"more than {MAX_POLICY_VALUES} values, or an alias inside of what it stands for"
-        raise BadInput([f"{name}:1: policy: {reason}"]) from error
-    try:
-        return Policy.model_validate(plain)
+        return Policy.model_validate(plain), document
     except ValidationError as error:
         problems = [
             (_line(document, issue["loc"]), _field(document, issue["loc"]), _reason(issue))
             for issue in error.errors(include_url=False)
         ]
         raise BadInput([f"{name}:{line}: {field}: {reason}" for line, field, reason in sorted(problems)]) from error
-
-
-def _parse_yaml(text: str, name: str) -> Any:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
-    if len(text) > MAX_POLICY_BYTES:
-        raise BadInput([f"{name}:1: policy: longer than {MAX_POLICY_BYTES} characters"])
-    parser = YAML(typ="rt", pure=True)
-    try:
-        return parser.load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark is not None else 1
-        reason = " ".join(str(error.problem or error.context or "malformed").split())
-        raise BadInput([f"{name}:{line}: yaml: {reason}"]) from error
-    except (YAMLError, ValueError, RecursionError, AttributeError, TypeError, NotImplementedError) as error:
-        # The parser answers some malformed texts (odd tags, dates, deep nesting) with plain Python errors.
-        raise BadInput([f"{name}:1: yaml: {' '.join(str(error).split()) or type(error).__name__}"]) from error
-
-
-class _TooMany(Exception):
-    """More values than any policy has."""
-
-
-class _Plain:
-    """The parser's annotated nodes as plain values, so that strict types see int, float, str and bool."""
-
-    def __init__(self) -> None:
-        self._left = MAX_POLICY_VALUES
-
-    def __call__(self, node: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise _TooMany
-        if isinstance(node, dict):
-            return {self(key): self(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [self(value) for value in node]
-        for kind in (bool, int, float, str):
-            if isinstance(node, kind):
-                return kind(node)
-        if type(node).__name__ == "ScalarBoolean":
-            return bool(node)
-        return node
 
 
 def _line(document: Any, location: Iterable[int | str]) -> int:
@@ -160,13 +126,42 @@ def _field(document: Any, location: tuple[int | str, ...]) -> str:
 def _reason(issue: Any) -> str:
     message = str(issue["msg"]).removeprefix("Value error, ")
     if issue["type"] == "extra_forbidden":
-        message = "unknown key"
+        message = "unknown key" + meant(str(issue["loc"][-1]), KEYS)
+    if issue["type"] == "missing" and "approval" in issue["loc"]:
+        message = "wanted beside the other: how long to wait (timeout_steps) and what silence means (default)"
     given = issue.get("input")
+    if isinstance(given, dict) and issue["type"] == "union_tag_invalid":
+        given = given.get("action")
+    expected = re.findall(r"'(\w+)'", message)
     if isinstance(given, str | int | float | bool) and issue["type"] not in {"extra_forbidden", "missing"}:
         message += f" (found {given!r})"
+    if issue["type"] in {"literal_error", "union_tag_invalid"} and isinstance(given, str):
+        message += meant(given, [name for name in expected if name != given])
     return " ".join(message.split())
 
 
 def json_schema() -> str:
-    """JSON Schema of the policy file, for editors."""
-    return json.dumps(Policy.model_json_schema(), indent=2)
+    """JSON Schema of the policy file, for editors; the file `policy.schema.json` beside this module holds the same."""
+    schema = Policy.model_json_schema()
+    for model, detectors in (("When", "detector"), ("Quiet", "still_acts_on")):
+        properties = schema["$defs"][model]["properties"]
+        properties[detectors]["items"] = {"enum": list(DETECTORS)}
+        for field in properties.values():
+            _one_or_many(field)
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID}
+    return json.dumps(head | schema, indent=2)
+
+
+def _one_or_many(field: dict[str, Any]) -> None:
+    """`x` and `[x]` mean the same in conditions; pydantic knows the list only."""
+    if field.get("type") == "array":
+        items = {name: field.pop(name) for name in list(field) if name in {"type", "items", "minItems", "maxItems"}}
+        field["anyOf"] = [items["items"], items]
+        return
+    for option in list(field.get("anyOf", ())):
+        if option.get("type") == "array":
+            field["anyOf"].insert(0, option["items"])
+
+
+KEYS = tuple(sorted({*re.findall(r'"(\w+)": \{', json_schema())}))
+"""Every key that a policy may have, for the nearest one to a key that is unknown."""

@@ -1,9 +1,14 @@
-"""Which rule has a trouble: the first whose conditions all hold."""
+"""Which rule has a trouble: the first whose conditions all hold; and why the others do not have it."""
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from fp8watch.policy.schema import Policy, Rule, When
 from fp8watch.policy.view import Trouble, View
+
+MAX_REASONS = 8
+"""Rules that are named when it is written down why none of them, or not an earlier one, has a trouble."""
 
 
 def first_match(policy: Policy, trouble: Trouble, view: View) -> tuple[int, Rule] | None:
@@ -16,20 +21,49 @@ def first_match(policy: Policy, trouble: Trouble, view: View) -> tuple[int, Rule
 
 def matches(when: When, trouble: Trouble, view: View) -> bool:
     """Whether all conditions hold for a trouble now."""
+    return trouble.detector in when.detector and why_not(when, trouble, view) is None
+
+
+def why_not(when: When, trouble: Trouble, view: View) -> str | None:
+    """The first condition that does not hold, in words that stay the same from step to step; None: all hold."""
     if trouble.detector not in when.detector:
-        return False
+        return f"not for {trouble.detector}"
     if when.severity == "act" and trouble.severity != "act":
-        return False
+        return f"severity is {trouble.severity}"
     if when.cause is not None and trouble.cause not in when.cause:
-        return False
+        return f"cause is {trouble.cause}"
     if when.tensor is not None:
         worst = trouble.tensors[0].rpartition(":")[2] if trouble.tensors else ""
         if worst not in when.tensor:
-            return False
+            return f"worst tensor is {worst or 'not named'}"
+    if when.scope is not None and scope_of(trouble) not in when.scope:
+        return f"scope is {scope_of(trouble)}"
+    if when.layers is not None and not any(fnmatchcase(name, p) for name in trouble.layers for p in when.layers):
+        return "other layers"
     if view.step - trouble.first_step + 1 < when.for_steps:
-        return False
+        return f"not {when.for_steps} steps old"
     if when.near_warmup_steps is not None and (
         view.warmup_steps is None or trouble.onset_step > view.warmup_steps + when.near_warmup_steps
     ):
-        return False
-    return when.params_nonfinite is None or when.params_nonfinite == view.params_nonfinite
+        return "not near warm-up"
+    if when.params_nonfinite is not None and when.params_nonfinite != view.params_nonfinite:
+        return f"parameters are {'not ' if view.params_nonfinite else ''}finite"
+    return None
+
+
+def scope_of(trouble: Trouble) -> str:
+    """What a trouble names: `rank` (one rank only), `tensor`, `layer`, or `run`."""
+    if trouble.rank is not None:
+        return "rank"
+    return "tensor" if trouble.tensors else "layer" if trouble.layers else "run"
+
+
+def passed_over(policy: Policy, trouble: Trouble, view: View, until: int | None = None) -> str:
+    """Why the rules (those before position `until`) that name the trouble's detector do not have it; "" for none."""
+    reasons = [
+        f"{rule.name}: {why}"
+        for rule in policy.rules[:until]
+        if trouble.detector in rule.when.detector and (why := why_not(rule.when, trouble, view)) is not None
+    ]
+    more = f"; {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+    return "; ".join(reasons[:MAX_REASONS]) + more

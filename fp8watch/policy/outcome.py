@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fp8watch.policy.match import first_match
+from fp8watch.policy.rungs import Rung, Verify
 from fp8watch.policy.schema import Policy
 from fp8watch.policy.state import PolicyState, Track
 from fp8watch.policy.view import Trouble, View
@@ -13,13 +14,29 @@ PRECISION = frozenset({"scale_frozen", "saturation", "underflow", "amax_jump", "
 """Detectors that speak of FP8 tensors: moot for a module that runs in BF16."""
 
 
-def has_recovered(policy: Policy, view: View, track: Track) -> bool:
-    """No act trouble of the same rule and layers was seen in the second half of the window."""
-    half = max(1.0, (track.judge_at - track.applied_seen) / 2)
-    recent = [item for item in view.troubles if item.severity == "act" and view.age(item) < half]
+INSURANCE = frozenset({"checkpoint_now", "checkpoint_cadence"})
+"""They mend nothing and are not judged by the trouble: in force is all they have to be."""
+
+
+def why_not_recovered(policy: Policy, view: View, track: Track, rung: Rung | None) -> str | None:
+    """None: no act trouble of the same rule and layers was seen in the last share of the window (its second half,
+    unless the rung says otherwise), and the loss is back where the rung wants it. Else what speaks against it."""
+    if track.action in INSURANCE:
+        return None
+    verify = rung.verify if rung is not None else Verify()
+    quiet = max(1.0, (track.judge_at - track.applied_seen) * verify.quiet_share)
+    recent = [item for item in view.troubles if item.severity == "act" and view.age(item) < quiet]
     if track.action == "tighten_clip":
-        return not any(item.detector in HARM for item in recent)
-    return not any(_same_rule(policy, view, track, item) and overlaps(track.trouble, item) for item in recent)
+        is_there = any(item.detector in HARM for item in recent)
+    else:
+        is_there = any(_same_rule(policy, view, track, item) and overlaps(track.trouble, item) for item in recent)
+    if is_there:
+        return "still there at the end of the settling window"
+    if verify.loss_within is not None:
+        excess = view.loss_excess(track.trouble.onset_step)
+        if excess is not None and excess > verify.loss_within:
+            return f"loss still {excess:.1%} above its level before onset {track.trouble.onset_step}"
+    return None
 
 
 def _same_rule(policy: Policy, view: View, track: Track, trouble: Trouble) -> bool:

@@ -55,3 +55,11 @@ def taken_up_again(track: Track, rule: Rule, view: View) -> Track:
     if track.action == "skip_update":
         return replace(track, phase="open", helped=False)
     return replace(track, phase="open", helped=False, rung=track.rung + 1, why=f"seen again after {track.action}")
+
+
+def grown_serious(track: Track, before: Rule | None, rule: Rule, view: View) -> Track:
+    """The track of a warning that has become a case to act: it begins on the ladder of the rule for such cases."""
+    is_warning = before is not None and before.name != rule.name and before.when.severity == "warn"
+    if not is_warning or track.trouble.severity != "act" or track.phase not in {"open", "done"}:
+        return track
+    return Track(trouble=track.trouble, rule=rule.name, attempt=view.attempt)

@@ -19,7 +19,33 @@ Count = Annotated[int, Field(ge=1, le=10_000_000)]
 class Strict(BaseModel):
     """Frozen, no unknown keys, no coercion ("3" is not 3, true is not 1), no NaN or infinity."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Requires(Strict):
+    """Preconditions of a rung beside those of the action itself; all given ones must hold, else the next rung."""
+
+    in_warmup: bool | None = None
+    """Whether the schedule's warm-up is under way (where it is unknown, `true` never holds)."""
+    from_step: Steps | None = None
+    """Not before this optimizer step."""
+    max_layers: Count | None = None
+    """At most so many layers are concerned: more is no local fault."""
+    good_checkpoint: bool | None = None
+    """Whether a checkpoint from before the onset is known to be good."""
+    loss_above: Annotated[float, Field(ge=0.0)] | None = None
+    """The loss (median of 5 steps) lies more than this share above its level before the onset."""
+
+
+class Verify(Strict):
+    """When a rung counts as having helped, at the end of its settling window."""
+
+    quiet_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """The trouble was not seen in this last share of the window: 0.5 is its second half."""
+    loss_within: Annotated[float, Field(ge=0.0)] | None = None
+    """Besides, the loss lies at most this share above its level before the onset."""
 
 
 class Rung(Strict):
@@ -38,6 +64,12 @@ class Rung(Strict):
     """Steps after it was applied in which nothing else is done and nothing is judged."""
     hold_steps: Steps | None = None
     """Steps after which a return is tried. Absent: kept for the rest of the run."""
+    hold_growth: Annotated[int, Field(ge=2, le=16)] = 2
+    """Hysteresis: a return that failed makes the next hold so many times longer."""
+    undo_without_effect: bool = True
+    """Undo it when it had no effect (unless the next rung builds on it). False: keep it and go on."""
+    requires: Requires = Requires()
+    verify: Verify = Verify()
     if_loss_above: Annotated[float, Field(ge=0.0)] | None = None
     """Take this rung although the one before has helped, if the loss (median of the last 5 steps) still lies more
     than this share above its level before the onset (median of 32 steps): 0.05 is 5 %."""
@@ -92,6 +124,8 @@ class TightenClip(Rung):
     action: Literal["tighten_clip"]
     max_norm: Annotated[float, Field(ge=0.0)] | None = None
     times_median: Annotated[float, Field(gt=0.0)] = 1.5
+    undo_above_clip_rate: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Undo it once more than this share of 300 steps was clipped: that is a stall and no cure. Absent: never."""
 
 
 class SkipUpdate(Rung):
@@ -119,6 +153,9 @@ class RaiseMargin(Rung):
     command_fields: ClassVar[tuple[str, ...]] = ("bits",)
     action: Literal["raise_margin"]
     bits: Annotated[float, Field(gt=0.0, le=8.0)] = 1.0
+    if_what_if_helps: bool = True
+    """Pass it over when what-if figures from after the onset show of every tensor concerned that it gains nothing.
+    Without such figures it is taken."""
 
 
 class RepairScale(Rung):
@@ -136,6 +173,9 @@ class Bf16Layers(Rung):
     action: Literal["bf16_layers"]
     max_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.15
     """Share of the FP8 modules that may be in BF16 by this action; at least one module is always allowed."""
+    if_what_if_helps: bool = True
+    """Pass it over when what-if figures from after the onset show that every tensor concerned is cast as well as its
+    format allows. Without such figures it is taken."""
 
 
 class Bf16All(Rung):
@@ -186,6 +226,9 @@ class Rollback(Rung):
     margin_steps: Steps = 0
     """Extra distance between checkpoint and onset, for an onset that is only estimated."""
     changes: list[Change] = Field(default_factory=list)
+    if_none_is_good: Literal["refuse", "candidate"] = "refuse"
+    """Whether a candidate from before the onset will do where no checkpoint is known to be good yet: one that was saved
+    less than `healthy_steps` before the onset never will be. For onsets that are known to the step."""
     if_data_position_missing: Literal["refuse", "accept"] = "refuse"
     """A checkpoint without a data position repeats data the model has seen."""
 

@@ -60,6 +60,9 @@ class InForce:
     """When it ends by itself (a re-warm-up that is through)."""
     settle_steps: int = 20
     hold_times: int = 1
+    hold_growth: int = 2
+    since_seen: int = 0
+    undo_above_clip_rate: float | None = None
     is_undoing: bool = False
     undoing_layers: tuple[str, ...] = ()
 
@@ -75,6 +78,8 @@ class PolicyState:
     may still be there), or without effect."""
     spent: Spent = field(default_factory=Spent)
     next_number: int = 1
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Incident -> why nothing is done about it, as last written down."""
 
     def track_of(self, incident: str) -> Track | None:
         """The track of an incident."""
@@ -92,11 +97,20 @@ class PolicyState:
         return frozenset(layer for item in self.in_force if item.action == "bf16_layers" for layer in item.layers)
 
 
+def without_waiting(state: PolicyState) -> PolicyState:
+    """The state once nobody is asked any more: what waited for a person is over."""
+    tracks = tuple(
+        replace(track, phase="done", is_final=True) if track.phase == "waiting" else track for track in state.tracks
+    )
+    return replace(state, tracks=tracks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """One thing decided in a step. At most one of a step's decisions (`apply` or `revert`) becomes a command."""
 
-    kind: Literal["apply", "propose", "wait", "record", "verdict", "revert"]
+    kind: Literal["apply", "propose", "wait", "record", "verdict", "revert", "note"]
+    """`note`: why nothing is done about a trouble; for the decision log only."""
     action_id: str
     action: str
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -109,3 +123,9 @@ class Decision:
     outcome: Outcome = "pending"
     """For `verdict`."""
     rung: Rung | None = None
+    by: str = ""
+    """The person whose word this is."""
+    considered: str = ""
+    """Why the rules that stand before this one do not have the trouble."""
+    expires_step: int | None = None
+    """For `wait`: when the policy's default takes the person's place."""

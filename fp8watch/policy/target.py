@@ -28,7 +28,8 @@ def choose_target(
     used: Mapping[str, int],
     per_checkpoint: int,
 ) -> Target:
-    """The newest checkpoint labelled good that lies `rung.margin_steps` or more before the onset.
+    """The newest checkpoint labelled good that lies `rung.margin_steps` or more before the onset; where there is none
+    and the rung allows it, the newest candidate.
 
     "Step n" is n updates done, so one saved at step onset - 1 holds the last state before the trouble.
     `used` counts earlier rollbacks to a checkpoint; one that has had its share is passed over.
@@ -36,18 +37,27 @@ def choose_target(
     if not checkpoints:
         return Target(checkpoint=None, reason="nothing to roll back to: no checkpoint has been saved")
     passed: list[str] = []
+    candidate: CheckpointRecord | None = None
     for record in sorted(checkpoints, key=lambda item: item.step, reverse=True):
         refusal = _refusal(record, onset_step, rung, used, per_checkpoint)
+        if refusal is None and record.label == "good":
+            return _chosen(record, "good", onset_step, rung, passed)
         if refusal is None:
-            distance = onset_step - record.step
-            reason = (
-                f"newest good checkpoint before onset {onset_step}: step {record.step}, {distance} steps earlier"
-                f" (margin {rung.margin_steps})"
-            )
-            return Target(checkpoint=record, reason="; ".join([reason, *passed[:4]]))
+            candidate = candidate or record
+            refusal = f"{record.label}, not known to be good"
         passed.append(f"step {record.step} passed over: {refusal}")
+    if candidate is not None and rung.if_none_is_good == "candidate":
+        return _chosen(candidate, "candidate (none is known to be good)", onset_step, rung, [])
     reason = f"nothing to roll back to before onset {onset_step}"
     return Target(checkpoint=None, reason="; ".join([reason, *passed[:4]]))
+
+
+def _chosen(record: CheckpointRecord, what: str, onset_step: int, rung: Rollback, passed: list[str]) -> Target:
+    reason = (
+        f"newest {what} checkpoint before onset {onset_step}: step {record.step}, {onset_step - record.step} steps "
+        f"earlier (margin {rung.margin_steps})"
+    )
+    return Target(checkpoint=record, reason="; ".join([reason, *passed[:4]]))
 
 
 def _refusal(
@@ -59,7 +69,7 @@ def _refusal(
         return f"not {rung.margin_steps + 1} steps before the onset"
     if record.label == "tainted":
         return record.reason or "tainted"
-    if record.label != "good":
+    if record.label not in {"good", "candidate"}:
         return f"{record.label}, not known to be good"
     if used.get(record.checkpoint, 0) >= per_checkpoint:
         return f"already gone back to {used.get(record.checkpoint, 0)} times"

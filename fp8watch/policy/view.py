@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fp8watch.detect.incidents import Incident
 from fp8watch.records import Cause, CheckpointRecord, Severity
+from fp8watch.what_if import Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Trouble:
     first_step: int
     """Step at which it was found."""
     last_seen_step: int
+    rank: int | None = None
+    """The one rank that it concerns, where it concerns one only."""
     layers: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     """`module:tensor`, worst first."""
@@ -42,6 +45,7 @@ def trouble_of(incident: Incident, *, name: str, finding: str, evidence: Mapping
         onset_step=incident.onset_step,
         first_step=incident.first_step,
         last_seen_step=incident.last_seen_step,
+        rank=incident.rank,
         layers=tuple(incident.layers),
         tensors=tuple(incident.tensors),
         finding=finding,
@@ -73,6 +77,8 @@ class View:
     """(step, loss) of the newest steps of this timeline, oldest first."""
     learning_rates: tuple[tuple[int, float, float], ...] = ()
     """(step, LR in force, our factor in it), likewise."""
+    what_if: Mapping[str, Comparison] = field(default_factory=dict)
+    """`module:tensor` -> what it loses as it is cast and would lose under other recipes, as last looked at."""
     grad_norm_median: float | None = None
     """Median of the recent finite norms before clipping."""
     num_skipped: int = 0
@@ -86,6 +92,14 @@ class View:
     """Why nothing may be sent; empty: armed."""
     verdicts: Mapping[str, Literal["approve", "refuse"]] = field(default_factory=dict)
     """Action id -> what a person said."""
+    people: Mapping[str, str] = field(default_factory=dict)
+    """Action id -> who said it."""
+    since_start: int | None = None
+    """Steps since a restart or rollback; None: there was none."""
+    since_evaluation: int | None = None
+    """Steps since scores of an evaluation came; None: none has come."""
+    clip_rate: float | None = None
+    """Share of the last 300 steps whose norm was above the clip limit in force; None before as many were seen."""
 
     def age(self, trouble: Trouble) -> int:
         """Steps since it was last seen."""

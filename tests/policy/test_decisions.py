@@ -30,23 +30,28 @@ checkpoints = st.lists(
 )  # fmt: skip
 
 
-@given(checkpoints, st.integers(1, 200), st.integers(0, 50), st.booleans())
+@given(checkpoints, st.integers(1, 200), st.integers(0, 50), st.booleans(), st.booleans())
 def test_a_rollback_goes_to_the_newest_good_one_before_the_onset_or_nowhere(
-    saved: list[CheckpointRecord], onset: int, margin: int, accept: bool
+    saved: list[CheckpointRecord], onset: int, margin: int, accept: bool, candidates: bool
 ) -> None:
     # case: SPK-02
-    rung = Rollback(action="rollback", margin_steps=margin, if_data_position_missing="accept" if accept else "refuse")
+    rung = Rollback(
+        action="rollback", margin_steps=margin, if_data_position_missing="accept" if accept else "refuse",
+        if_none_is_good="candidate" if candidates else "refuse",
+    )  # fmt: skip
     used = {saved[0].checkpoint: 1} if saved else {}
     target = choose_target(saved, onset_step=onset, rung=rung, used=used, per_checkpoint=1)
-    fit = [
+    sound = [
         record
         for record in saved
         if record.step < onset - margin
-        and record.label == "good"
+        and record.label in {"good", "candidate"}
         and record.path  # not rotated away
         and (accept or record.has_data_position)
         and record.checkpoint not in used
     ]
+    good = [record for record in sound if record.label == "good"]
+    fit = good or (sound if candidates else [])
     assert target.reason
     if not fit:
         assert target.checkpoint is None

@@ -172,7 +172,7 @@ def test_a_file_and_a_missing_file(tmp_path: Path) -> None:
     path.write_bytes(b"version: 1\nmode: \xff\n")
     with pytest.raises(BadInput, match=r":2: policy: not UTF-8"):
         load(path)
-    with pytest.raises(BadInput, match="shipped policies: auto, observe"):
+    with pytest.raises(BadInput, match="shipped policies: auto, conservative, finetune, fp8-pretraining, observe"):
         load(str(tmp_path / "absent.yaml"))
 
 

@@ -1,0 +1,126 @@
+"""One call of `decide`: the state as it changes, the decisions so far, and how one is written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8watch.policy.budgets import refusal
+from fp8watch.policy.match import passed_over
+from fp8watch.policy.rungs import Rung
+from fp8watch.policy.schema import Policy, Rule
+from fp8watch.policy.state import Decision, InForce, PolicyState, Track
+from fp8watch.policy.view import Trouble, View
+
+
+class Turn:
+    """What `fp8watch.policy.decide` builds on."""
+
+    def __init__(self, policy: Policy, state: PolicyState, view: View) -> None:
+        self.policy = policy
+        self.state = state
+        self.view = view
+        self.decisions: list[Decision] = []
+        self.is_busy = view.is_busy
+
+    # What is done
+
+    def _send(self, track: Track, rule: Rule, rung: Rung, params: dict[str, object], why: str, by: str = "") -> None:
+        action_id = track.action_id if track.phase == "waiting" else self._new_id()
+        self.decisions.append(
+            Decision(
+                kind="apply", action_id=action_id, action=rung.action, params=params, rule=rule.name,
+                trouble=track.trouble, mode=self.policy.rule_mode(rule), reason=why, rung=rung, by=by,
+                considered=self._considered(rule.name, track.trouble),
+            )
+        )  # fmt: skip
+        self.is_busy = True
+        self.state = self.state.with_track(
+            replace(track, phase="sent", is_due=False, action_id=action_id, action=rung.action, params=params)
+        )
+
+    def _revert(self, held: InForce, layers: tuple[str, ...], why: str) -> None:
+        params: dict[str, object] = {"layers": list(layers)} if held.action == "bf16_layers" else {}
+        if held.action == "bf16_layers" and len(layers) < len(held.layers):
+            # Not all of the layers: the command has an id of its own and names the action that it undoes in part.
+            params["of"] = held.action_id
+        self.decisions.append(
+            Decision(
+                kind="revert", action_id=held.action_id, action=held.action, params=params, rule=held.rule, reason=why
+            )
+        )
+        self.is_busy = True
+        undoing = replace(held, is_undoing=True, undoing_layers=layers)
+        others = tuple(undoing if item.action_id == held.action_id else item for item in self.state.in_force)
+        self.state = replace(self.state, in_force=others)
+
+    # What is written down
+
+    def _note(self, trouble: Trouble, rule: str, why: str) -> None:
+        """Why nothing is done: once for each reason, not once a step."""
+        if self.state.notes.get(trouble.incident) == why:
+            return
+        open_ones = {item.incident for item in self.view.troubles}
+        notes = {name: text for name, text in self.state.notes.items() if name in open_ones}
+        self.state = replace(self.state, notes=notes | {trouble.incident: why})
+        self.decisions.append(Decision(kind="note", action_id="", action="", rule=rule, trouble=trouble, reason=why))
+
+    def _rule(self, track: Track) -> Rule | None:
+        return next((rule for rule in self.policy.rules if rule.name == track.rule), None)
+
+    def _rung(self, track: Track) -> Rung | None:
+        rule = self._rule(track)
+        return rule.ladder[track.rung] if rule and track.rung < len(rule.ladder) else None
+
+    def _refusal(self, rung: Rung) -> str | None:
+        return refusal(
+            self.policy.budgets, self.state.spent, rung.action, seen=self.view.seen, time_unix=self.view.time_unix
+        )
+
+    def _new_id(self) -> str:
+        number = self.state.next_number
+        self.state = replace(self.state, next_number=number + 1)
+        return f"{self.view.run}-{self.view.term}.{number:04d}"
+
+    def _announce(self, kind: str, track: Track, rung: Rung, why: str, mode: str) -> str:
+        action_id = self._new_id()
+        rule = self._rule(track)
+        expires = None
+        if kind == "wait" and rule is not None:
+            expires = self.view.step + self.policy.approval_of(rule).timeout_steps
+        self.decisions.append(
+            Decision(
+                kind=kind, action_id=action_id, action=rung.action, params=track.params, rule=track.rule,  # type: ignore[arg-type]
+                trouble=track.trouble, mode=mode, reason=why, rung=rung, expires_step=expires,  # type: ignore[arg-type]
+                considered=self._considered(track.rule, track.trouble),
+            )
+        )  # fmt: skip
+        return action_id
+
+    def _considered(self, rule: str, trouble: Trouble) -> str:
+        """Why the rules before this one do not have the trouble."""
+        names = [item.name for item in self.policy.rules]
+        return passed_over(self.policy, trouble, self.view, names.index(rule)) if rule in names else ""
+
+    def _record(self, track: Track, status: str, why: str, action_id: str, action: str, by: str = "") -> None:
+        rule = self._rule(track)
+        mode = self.policy.rule_mode(rule) if rule is not None else self.policy.mode
+        self.decisions.append(
+            Decision(
+                kind="record", mode=mode, action_id=action_id, action=action,
+                params=track.params if action == track.action else {}, rule=track.rule, trouble=track.trouble,
+                reason=join(track.why, why), status=status, by=by,  # type: ignore[arg-type]
+            )
+        )  # fmt: skip
+
+    def _verdict(self, track: Track, outcome: str, why: str) -> None:
+        self.decisions.append(
+            Decision(
+                kind="verdict", action_id=track.action_id, action=track.action, rule=track.rule, trouble=track.trouble,
+                outcome=outcome, reason=why,  # type: ignore[arg-type]
+            )
+        )  # fmt: skip
+
+
+def join(*parts: str) -> str:
+    """The parts that say something, as one sentence."""
+    return "; ".join(part for part in parts if part)

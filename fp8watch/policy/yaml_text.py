@@ -1,0 +1,83 @@
+"""YAML of a policy file as nodes that know their lines; what is too deep, too long or too much is refused unparsed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8watch.errors import BadInput
+
+MAX_POLICY_BYTES = 64 * 1024
+"""Longer is no policy file (the shipped ones have 8 KB): the parser reads about 32 KB a second at worst."""
+MAX_DEPTH = 32
+"""Brackets open at once. A policy needs five; the parser needs a time that grows with the square of them."""
+MAX_POLICY_VALUES = 100_000
+"""Keys and values, every alias counted as what it stands for: a few lines of aliases can mean billions."""
+
+
+def parse(text: str, name: str) -> Any:
+    """The document with its line numbers. Raises `BadInput`."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    _bounded(text, name)
+    parser = YAML(typ="rt", pure=True)
+    try:
+        return parser.load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark is not None else 1
+        reason = " ".join(str(error.problem or error.context or "malformed").split())
+        raise BadInput([f"{name}:{line}: yaml: {reason}"]) from error
+    except (YAMLError, ValueError, RecursionError, AttributeError, TypeError, NotImplementedError) as error:
+        # The parser answers some malformed texts (odd tags, dates, deep nesting) with plain Python errors.
+        raise BadInput([f"{name}:1: yaml: {' '.join(str(error).split()) or type(error).__name__}"]) from error
+
+
+def _bounded(text: str, name: str) -> None:
+    if len(text.encode("utf-8", errors="replace")) > MAX_POLICY_BYTES:
+        raise BadInput([f"{name}:1: policy: longer than {MAX_POLICY_BYTES} bytes"])
+    depth = 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        # Brackets inside quotes and comments count too: they are balanced there, or few.
+        for character in line:
+            if character in "[{":
+                depth += 1
+            elif character in "]}":
+                depth = max(0, depth - 1)
+            if depth > MAX_DEPTH:
+                raise BadInput([f"{name}:{number}: yaml: more than {MAX_DEPTH} brackets are open"])
+
+
+def plain(document: Any, name: str) -> Any:
+    """The document as plain values. Raises `BadInput` when it stands for more values than any policy has."""
+    try:
+        return _Plain()(document)
+    except (_TooMany, RecursionError) as error:
+        reason = f"more than {MAX_POLICY_VALUES} values, or an alias inside of what it stands for"
+        raise BadInput([f"{name}:1: policy: {reason}"]) from error
+
+
+class _TooMany(Exception):
+    """More values than any policy has."""
+
+
+class _Plain:
+    """The parser's annotated nodes as plain values, so that strict types see int, float, str and bool."""
+
+    def __init__(self) -> None:
+        self._left = MAX_POLICY_VALUES
+
+    def __call__(self, node: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooMany
+        if isinstance(node, dict):
+            return {self(key): self(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [self(value) for value in node]
+        for kind in (bool, int, float, str):
+            if isinstance(node, kind):
+                return kind(node)
+        if type(node).__name__ == "ScalarBoolean":
+            return bool(node)
+        return node
