@@ -1,0 +1,21 @@
+"""A person's verdict, signed by the console and verified by the controller.
+
+An approval names one action of one run and counts only while that action waits, so that it cannot be used twice. One
+that was given before the action was decided is not about it.
+"""
+
+from __future__ import annotations
+
+from fp8watch.controller.store import Approval
+from fp8watch.security.canonical import is_signed, signed
+from fp8watch.security.keyring import KeyRing
+
+
+def sign(approval: Approval, ring: KeyRing | None) -> Approval:
+    """The console's side. No ring: unsigned."""
+    return approval if ring is None else signed(approval, ring)
+
+
+def verify(approval: Approval, ring: KeyRing | None) -> bool:
+    """The controller's side. No ring: whoever can write the store is believed, as with a file of one user."""
+    return ring is None or is_signed(approval, ring)

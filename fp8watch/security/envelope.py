@@ -1,0 +1,83 @@
+"""What an agent sends to the controller, authenticated: who, in which order, and that nobody changed it on the way.
+
+`seal` covers the sender's name, its incarnation (the time it started) and a sequence number besides the body, so that
+an entry cannot be sent again, moved to another sender, or brought up after a restart: `Opener` takes each sender's
+numbers in increasing order only. Gaps are allowed; losing entries is not forging them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+
+from fp8watch.errors import WireError
+from fp8watch.security.keyring import KeyRing
+
+MAX_SENDERS = 65_536
+"""Senders whose newest number is kept; beyond it the one heard least recently is forgotten."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_NUMBERS = struct.Struct(">QQ")
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """A body with the proof of where it comes from."""
+
+    sender: Annotated[str, msgspec.Meta(max_length=256)]
+    """Node name of the agent."""
+    incarnation: Number
+    """Unix time in nanoseconds at which this agent process started."""
+    sequence: Number
+    """Grows by at least one an entry."""
+    body: bytes
+    signature: bytes = b""
+
+
+def _covered(envelope: Envelope) -> bytes:
+    sender = envelope.sender.encode()
+    head = struct.pack(">H", len(sender)) + sender + _NUMBERS.pack(envelope.incarnation, envelope.sequence)
+    return b"fp8watch envelope 1 " + head + envelope.body
+
+
+class Sealer:
+    """The agent's side: numbers its entries. No ring: the entries are numbered but not signed."""
+
+    def __init__(self, sender: str, incarnation: int, ring: KeyRing | None) -> None:
+        self._sender, self._incarnation, self._ring = sender, incarnation, ring
+        self._sequence = 0
+
+    def seal(self, body: bytes) -> Envelope:
+        """The next entry."""
+        self._sequence += 1
+        bare = Envelope(sender=self._sender, incarnation=self._incarnation, sequence=self._sequence, body=body)
+        return bare if self._ring is None else msgspec.structs.replace(bare, signature=self._ring.sign(_covered(bare)))
+
+
+class Opener:
+    """The controller's side. No ring: order is checked, origin is not."""
+
+    def __init__(self, ring: KeyRing | None) -> None:
+        self._ring = ring
+        self._newest: dict[str, tuple[int, int]] = {}
+
+    def open(self, envelope: Envelope) -> bytes:
+        """The body. Raises `WireError` when it is not the agent's own, or was there before."""
+        if self._ring is not None and not self._ring.verify(_covered(envelope), envelope.signature):
+            raise WireError(f"entry of {envelope.sender!r} is not signed by an agent")
+        number = (envelope.incarnation, envelope.sequence)
+        newest = self._newest.pop(envelope.sender, (0, 0))
+        self._newest[envelope.sender] = max(newest, number)
+        if len(self._newest) > MAX_SENDERS:
+            del self._newest[next(iter(self._newest))]
+        if number <= newest:
+            raise WireError(f"entry {envelope.sequence} of {envelope.sender!r} was there before")
+        return envelope.body
+
+    def numbers(self) -> dict[str, tuple[int, int]]:
+        """Newest (incarnation, sequence) of each sender, for a successor."""
+        return dict(self._newest)
+
+    def resume(self, numbers: dict[str, tuple[int, int]]) -> None:
+        """Go on from what a predecessor had taken."""
+        self._newest = {sender: (number[0], number[1]) for sender, number in numbers.items()}

@@ -1,0 +1,87 @@
+"""Secret keys of one purpose: the first signs, all verify, so that a key can be replaced while a run goes on.
+
+A key is a line of at least 32 characters (`openssl rand -hex 32` gives 64), from a file or an environment variable.
+To rotate: put the new key first on every verifier, then on the signer, then take the old line away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from typing import Literal
+
+from fp8watch.errors import BadInput
+from fp8watch.settings import Settings
+
+Purpose = Literal["command", "frame", "approval"]
+PURPOSES: tuple[Purpose, ...] = ("command", "frame", "approval")
+MIN_KEY_CHARACTERS = 32
+"""Characters of a key at least: 128 bits when written in hexadecimal."""
+MAX_KEYS = 8
+"""Each costs every verifier one HMAC of a forged message."""
+SIGNATURE_BYTES = hashlib.sha256().digest_size
+
+
+class KeyRing:
+    """HMAC-SHA256 under one purpose's keys. Its `repr` shows no key."""
+
+    def __init__(self, purpose: Purpose, keys: tuple[bytes, ...]) -> None:
+        """`keys`: newest first, at least one."""
+        if not keys:
+            raise ValueError("a key ring needs a key")
+        self.purpose = purpose
+        # The purpose goes into the key: the same secret given to two purposes still makes different signatures.
+        self._keys = tuple(hmac.digest(key, b"fp8watch " + purpose.encode(), hashlib.sha256) for key in keys)
+
+    def sign(self, payload: bytes) -> bytes:
+        """Signature of `payload` under the newest key, 32 bytes."""
+        return hmac.digest(self._keys[0], payload, hashlib.sha256)
+
+    def verify(self, payload: bytes, signature: bytes) -> bool:
+        """Whether any of the keys made it. The time taken does not depend on where the signature differs."""
+        is_ours = False
+        for key in self._keys:
+            is_ours |= hmac.compare_digest(hmac.digest(key, payload, hashlib.sha256), signature)
+        return is_ours
+
+    def __repr__(self) -> str:
+        return f"KeyRing({self.purpose}, {len(self._keys)} keys)"
+
+
+def load_ring(settings: Settings, purpose: Purpose) -> KeyRing | None:
+    """The keys that `FP8WATCH_<PURPOSE>_KEY` or `FP8WATCH_<PURPOSE>_KEY_FILE` give; None when neither is set.
+
+    Raises `BadInput` when both are set, the file cannot be read, or a key is too short.
+    """
+    text = getattr(settings, f"{purpose}_key")
+    path: Path | None = getattr(settings, f"{purpose}_key_file")
+    variable = f"FP8WATCH_{purpose.upper()}_KEY"
+    if text is not None and path is not None:
+        raise BadInput([f"environment:1: {variable}: set, and {variable}_FILE too: give one of them"])
+    if text is not None:
+        return KeyRing(purpose, _parse(text.get_secret_value(), "environment", variable))
+    if path is None:
+        return None
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput([f"{path}:1: {variable}_FILE: {error}"]) from error
+    return KeyRing(purpose, _parse(content, str(path), f"{variable}_FILE"))
+
+
+def _parse(text: str, where: str, variable: str) -> tuple[bytes, ...]:
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    keys = [(number, line) for number, line in lines if line and not line.startswith("#")]
+    problems = [
+        f"{where}:{number}: {variable}: a key has at least {MIN_KEY_CHARACTERS} characters, this one {len(key)}"
+        for number, key in keys
+        if len(key) < MIN_KEY_CHARACTERS
+    ]
+    if not keys:
+        problems.append(f"{where}:1: {variable}: holds no key")
+    if len(keys) > MAX_KEYS:
+        problems.append(f"{where}:1: {variable}: {len(keys)} keys, at most {MAX_KEYS}")
+    if problems:
+        raise BadInput(problems)
+    return tuple(key.encode() for _, key in keys)
