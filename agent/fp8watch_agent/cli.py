@@ -1,13 +1,14 @@
 """`fp8watch agent`: one process that receives frames, exports metrics and runs the controller.
 
 With `--embedded` it belongs to one run and ends with it; that is how a training process starts it. Without, it
-stays and serves every run that connects.
+stays and serves every run that connects. With `--redis` it decides nothing: it forwards to the cluster's controller.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket as host_name
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,9 @@ def agent(
     parent_pid: Annotated[int | None, typer.Option(help="Process of the trainer (embedded).")] = None,
     end_grace_seconds: Annotated[float | None, typer.Option(help="From the last rank's end to ours.")] = None,
     connect_seconds: Annotated[float | None, typer.Option(help="Wait for the first rank (embedded).")] = None,
+    redis: Annotated[str | None, typer.Option(help="Redis of the cluster; default: FP8WATCH_REDIS_URL.")] = None,
+    node: Annotated[str | None, typer.Option(help="This node's name; default: FP8WATCH_NODE, else the host.")] = None,
+    any_user: Annotated[bool, typer.Option(help="Serve every user of the node; a run is its beginner's.")] = False,
     log_level: Annotated[str | None, typer.Option(help="Level of the log on stderr.")] = None,
 ) -> None:
     """Serve until told to stop (SIGTERM), or embedded until the run ends."""
@@ -65,6 +69,7 @@ def agent(
         directory=home.absolute(),
         run=run if embedded else None,
         parent_pid=parent_pid,
+        any_user=any_user and not embedded,
         metrics_host=metrics_host,
         metrics_port=settings.metrics_port if metrics_port is None else metrics_port,
         end_grace_seconds=settings.end_grace_seconds if end_grace_seconds is None else end_grace_seconds,
@@ -73,6 +78,10 @@ def agent(
         worst_layers=worst_layers,
         store_full_steps=settings.store_full_steps,
         store_limit_bytes=settings.store_limit_bytes,
+        redis_url=redis or (settings.redis_url.get_secret_value() if settings.redis_url is not None else None),
+        node=node or settings.node or host_name.gethostname(),
+        spool_limit_bytes=settings.spool_limit_bytes,
+        redis_keep_seconds=settings.redis_keep_seconds,
     )
     code = program.run(options)
     if code:

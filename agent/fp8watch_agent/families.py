@@ -85,6 +85,8 @@ def _run_samples(run: RunMetrics, now: float) -> Iterator[_Sample]:
         yield make(_SCALARS if count else _ZEROS, "frames_dropped_total", count, reason)
     if not run.run:
         return
+    for reason, count in run.unseen.items():
+        yield make(_SCALARS if count else _ZEROS, "frames_unseen_total", count, reason)
     hello = run.hello
     if hello is not None:
         yield make(_SCALARS, "run_info", 1, hello.policy_name, run.mode, _framework(run), run.recipe, hello.host)
@@ -112,6 +114,15 @@ def _run_samples(run: RunMetrics, now: float) -> Iterator[_Sample]:
     overhead = run.overhead_ratio()
     if overhead is not None:
         yield make(_SCALARS, "overhead_ratio", overhead)
+    for kind in ("statistics", "what_if", "shadow"):
+        interval = run.gauge(f"{kind}_every")
+        if interval is not None:
+            yield make(_SCALARS, "sampling_interval_steps", interval, kind)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for figure in ("amax", "underflow_ratio"):
+            held = run.gauge(f"{moment}_{figure}")
+            if held is not None:
+                yield make(_SCALARS, f"optimizer_state_{figure}", held, moment)
     for task, score in run.evaluations.items():
         if np.isfinite(score):
             yield make(_SCALARS, "evaluation_score", score, task)
@@ -150,6 +161,7 @@ def _tensor_samples(run: RunMetrics, now: float) -> Iterator[tuple[int, str, flo
         "tensor_amax": (tensors.gauge("amax"), np.fmax),
         "tensor_amax_max_60s": (tensors.amax_max_60s(now), np.fmax),
         "tensor_scale": (tensors.gauge("scale"), np.fmax),
+        "tensor_shadow_error": (tensors.gauge("shadow_error"), np.fmax),
         "tensor_headroom_log2": (headroom, np.fmin),
         "tensor_headroom_log2_min_60s": (headroom_min, np.fmin),
     }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from fp8watch.records import (
     ActionRecord,
     Evaluation,
@@ -17,6 +19,7 @@ from fp8watch.records import (
     Hello,
     Layout,
     Message,
+    NodeFrame,
     RunRecord,
     StepFrame,
     Stored,
@@ -24,6 +27,8 @@ from fp8watch.records import (
 from fp8watch_agent import families
 from fp8watch_agent.run_metrics import RunMetrics
 
+WHOLE_NODE = -1
+"""Stands for a rank where the frames of all local ranks have been reduced to one."""
 NO_RUN = ""
 """Label of what cannot be put down to a run, such as bytes of a foreign client."""
 
@@ -39,12 +44,15 @@ class MetricsState:
         worst_layers: int = 10,
         ended_ttl_seconds: float = 600.0,
         mode_of: Callable[[Hello], str] | None = None,
+        about_process: Callable[[], list[families.Family]] | None = None,
     ) -> None:
+        """`about_process`: families of the process and its machine, asked for at every scrape."""
         self._clock = clock
         self._budget = series_budget
         self._worst_layers = worst_layers
         self._ttl_seconds = ended_ttl_seconds
         self._mode_of = mode_of
+        self.about_process = about_process
         self._lock = threading.Lock()
         self._runs: dict[str, RunMetrics] = {}
 
@@ -66,6 +74,25 @@ class MetricsState:
             elif isinstance(message, Evaluation):
                 run.evaluations.update(message.scores)
 
+    def observe_node(self, message: NodeFrame | Layout) -> None:
+        """Take in the tensors of all local ranks, reduced, or their layout. Their scalars come rank by rank.
+
+        Raises `WireError` when the columns do not fit the layout.
+        """
+        now = self._clock()
+        with self._lock:
+            tensors = self._run(message.run).tensors
+            if isinstance(message, Layout):
+                tensors.layout(msgspec.structs.replace(message, rank=WHOLE_NODE))
+                return
+            run = self._run(message.run)
+            frame = StepFrame(
+                run=message.run, attempt=message.attempt, rank=WHOLE_NODE, step=message.step,
+                layout_id=message.layout_id, time_unix=message.time_unix, scalars={}, columns=message.columns,
+            )  # fmt: skip
+            for quantity, count in tensors.observe(frame, now).items():
+                run.nonfinite[quantity] += count
+
     def record(self, stored: Stored) -> None:
         """Take in what the controller stored: the listener of `RunController`."""
         with self._lock:
@@ -81,6 +108,11 @@ class MetricsState:
         """Count a message that this process dropped."""
         with self._lock:
             self._run(run or NO_RUN).dropped[reason] += 1
+
+    def unseen(self, run: str, reason: str, count: int) -> None:
+        """Count frames that no detector sees: the controller's word."""
+        with self._lock:
+            self._run(run).unseen[reason] += count
 
     def store_error(self, run: str) -> None:
         """Count a write to the store that failed."""
@@ -99,6 +131,11 @@ class MetricsState:
             if run in self._runs and self._runs[run].state == "running":
                 self._runs[run].set_state(state, self._clock())
 
+    def tokens(self) -> dict[str, float]:
+        """Tokens that the running runs have trained on, as their local ranks say."""
+        with self._lock:
+            return {name: run.tokens for name, run in self._runs.items() if name and run.state == "running"}
+
     def snapshot(self) -> list[families.Family]:
         """All families with their samples now, within the series budget; what ended long ago is let go."""
         now = self._clock()
@@ -106,7 +143,11 @@ class MetricsState:
             for name, run in list(self._runs.items()):
                 if run.state != "running" and now - run.state_since > self._ttl_seconds:
                     del self._runs[name]
-            return families.build(list(self._runs.values()), now, self._budget)
+            found = families.build(list(self._runs.values()), now, self._budget)
+        if self.about_process is None:
+            return found
+        about = {family.metric.name: family for family in self.about_process()}
+        return [about.get(family.metric.name, family) for family in found]
 
     def _run(self, name: str) -> RunMetrics:
         if name not in self._runs:

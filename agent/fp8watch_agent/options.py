@@ -18,6 +18,8 @@ class AgentOptions:
     """Name of the one run served; None: any run, and the process stays."""
     parent_pid: int | None = None
     """Trainer that started this process; when it is gone before anybody connected, there is nothing to wait for."""
+    any_user: bool = False
+    """True: every user of the node may connect, and a run belongs to the user who began it."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9464
     """A free one is taken when it is in use. 0: always a free one."""
@@ -33,6 +35,18 @@ class AgentOptions:
     """How long the series of a run that ended stay (a standing agent; an embedded one ends with its run)."""
     store_full_steps: int = 4096
     store_limit_bytes: int = 2 * 1024**3
+
+    redis_url: str | None = None
+    """Redis of the cluster; None: this process decides by itself for the runs of its node."""
+    node: str = ""
+    """Name of this node in a cluster."""
+    spool_limit_bytes: int = 512 * 1024**2
+    redis_keep_seconds: float = 600.0
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether frames go to a controller elsewhere. An embedded process has its own."""
+        return self.redis_url is not None and not self.is_embedded
 
     @property
     def is_embedded(self) -> bool:

@@ -10,34 +10,44 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8watch.controller.service import RunController
 from fp8watch.controller.store import Store
-from fp8watch.errors import EXIT_UNREACHABLE, MissingDependency
+from fp8watch.errors import EXIT_BAD_INPUT, EXIT_UNREACHABLE, BadInput, MissingDependency
 from fp8watch.policy.load import parse
 from fp8watch.records import Hello, Stored
+from fp8watch.security import KeyRing, Signer, Verifier, load_ring
+from fp8watch.settings import from_environment
 from fp8watch.transport import places
 from fp8watch_agent import server
 from fp8watch_agent.lifecycle import Lifecycle
 from fp8watch_agent.metrics_state import MetricsState
 from fp8watch_agent.options import AgentOptions
+from fp8watch_agent.peers import EVERYBODY, OWNER_ONLY, Owners
 from fp8watch_agent.session import Controller, RunSession
 
 if TYPE_CHECKING:
     from fp8watch_agent.exporter import Exporter
+    from fp8watch_agent.node_program import NodeProgram
 
 logger = logging.getLogger(__name__)
 
 
 def run(options: AgentOptions) -> int:
-    """Serve until the end; the process's exit code. 3: the socket cannot be had."""
+    """Serve until the end; the process's exit code. 2: a key is bad. 3: the socket cannot be had."""
+    try:
+        keys = Keys.load()
+    except BadInput as error:
+        logger.error("%s", "; ".join(error.problems))
+        return EXIT_BAD_INPUT
     try:
         if options.is_embedded:
             places.private_folder(options.socket.parent)
         else:
             options.socket.parent.mkdir(parents=True, exist_ok=True)
-        listener = server.listen(options.socket)
+        listener = server.listen(options.socket, EVERYBODY if options.any_user else OWNER_ONLY)
     except OSError as error:
         logger.error("cannot serve %s: %s", options.socket, error)
         return EXIT_UNREACHABLE
@@ -52,7 +62,11 @@ def run(options: AgentOptions) -> int:
     url = "" if exporter is None else exporter.url
     logger.info("agent %d serves %s, metrics at %s", os.getpid(), options.socket, url or "none")
     try:
-        asyncio.run(_serve(options, metrics, listener, url, problem))
+        node = _node(options, metrics, url, keys)
+        asyncio.run(_serve(options, metrics, listener, url, problem, keys, node))
+    except (BadInput, MissingDependency) as error:
+        logger.error("%s", error)
+        return EXIT_BAD_INPUT
     finally:
         if exporter is not None:
             exporter.stop()
@@ -62,14 +76,20 @@ def run(options: AgentOptions) -> int:
 
 
 async def _serve(
-    options: AgentOptions, metrics: MetricsState, listener: socket.socket, metrics_url: str, problem: str | None
-) -> None:
+    options: AgentOptions, metrics: MetricsState, listener: socket.socket, metrics_url: str, problem: str | None,
+    keys: Keys, node: NodeProgram | None,
+) -> None:  # fmt: skip
     identity = os.stat(options.socket)
 
     def make_controller(store: Store, listener: Callable[[Stored], None]) -> Controller:
-        return RunController(store, clock=time.time, listener=listener, directory=options.directory)
+        return RunController(
+            store, clock=time.time, listener=listener, directory=options.directory,
+            signer=keys.signer, approval_ring=keys.approval_ring, on_unseen=metrics.unseen,
+        )  # fmt: skip
 
-    def open_session(name: str) -> RunSession:
+    def open_session(name: str) -> server.Session:
+        if node is not None:
+            return node.open_session(name)
         session = RunSession(name, options=options, metrics=metrics, metrics_url=metrics_url, make=make_controller)
         if problem is not None:
             session.warn(problem)
@@ -86,17 +106,52 @@ async def _serve(
         open_session=open_session,
         only_run=options.run,
         parent_pid=options.parent_pid,
+        owners=Owners(any_user=options.any_user),
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stop)
+    if node is not None:
+        node.start(agent)
     try:
         await agent.serve(listener)
     finally:
+        if node is not None:
+            node.stop()
         # Only our own: a successor may already have put its socket in this place.
         with contextlib.suppress(OSError):
             if os.stat(options.socket).st_ino == identity.st_ino:
                 options.socket.unlink()
+
+
+def _node(options: AgentOptions, metrics: MetricsState, url: str, keys: Keys) -> NodeProgram | None:
+    """What belongs to the cluster; redis is needed there only."""
+    if not options.is_cluster:
+        return None
+    from fp8watch_agent.node_program import NodeProgram
+
+    if keys.verifier is None:
+        logger.warning("no command key (FP8WATCH_COMMAND_KEY): commands from redis are not passed on")
+    return NodeProgram(options, metrics, url, keys.frame_ring, keys.verifier)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What this process signs and verifies with."""
+
+    signer: Signer
+    approval_ring: KeyRing | None
+    frame_ring: KeyRing | None
+    verifier: Verifier | None
+    """Of commands that come through Redis; None: none may be passed on."""
+
+    @classmethod
+    def load(cls) -> Keys:
+        """From the environment. Raises `BadInput`."""
+        settings = from_environment()
+        command, approval, frame = (load_ring(settings, purpose) for purpose in ("command", "approval", "frame"))
+        can_verify = command is not None or settings.allow_unsigned
+        return cls(Signer(command), approval, frame, Verifier(command) if can_verify else None)
 
 
 def _start_exporter(metrics: MetricsState, options: AgentOptions) -> tuple[Exporter | None, str | None]:

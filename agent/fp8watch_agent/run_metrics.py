@@ -17,12 +17,14 @@ from fp8watch_agent.worst import WorstLayers
 GAUGES = {
     "loss": "fp8watch_loss", "grad_norm": "fp8watch_grad_norm", "learning_rate": "fp8watch_learning_rate",
     "clip_limit": "fp8watch_clip_limit", "loss_scale": "fp8watch_loss_scale", "update_rms": "fp8watch_update_rms",
-    "bf16_modules": "fp8watch_bf16_modules",
+    "bf16_modules": "fp8watch_bf16_modules", "sampling_ratio": "fp8watch_sampling_overhead_ratio",
+    "fp8_parameter_share": "fp8watch_fp8_parameter_ratio",
 }  # fmt: skip
 """Scalar of a frame -> gauge."""
 MEANS = frozenset({"loss", "update_rms"})
 NONFINITE_QUANTITIES = ("loss", "grad_norm", "update_rms", "parameter", "amax", "scale", "tensor")
-DROP_REASONS = ("queue_full", "disconnected", "too_large", "malformed", "foreign")
+DROP_REASONS = ("queue_full", "disconnected", "ring_full", "too_large", "malformed", "foreign")
+UNSEEN_REASONS = ("missing", "late")
 STATES = ("running", "ended", "lost", "halted")
 ENDINGS = ("helped", "no_effect", "reverted")
 NOT_APPLIED = ("failed", "vetoed", "expired", "unavailable", "refused")
@@ -63,6 +65,7 @@ class RunMetrics:
         self.findings: Counter[tuple[str, str, str]] = Counter()
         self.actions: Counter[tuple[str, str]] = Counter()
         self.dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
+        self.unseen: Counter[str] = Counter(dict.fromkeys(UNSEEN_REASONS, 0))
         self._reported_drops: dict[int, dict[str, int]] = {}
         self._ranks: dict[int, _RankScalars] = {}
         self._newest = (-1, -1)

@@ -10,17 +10,45 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from fp8watch import wire
-from fp8watch.records import Goodbye, Hello, Message, Reply, Welcome
+from fp8watch.records import Command, Goodbye, Hello, LedgerUpdate, Message, Reply, Welcome
 from fp8watch_agent.connection import Connection
 from fp8watch_agent.lifecycle import Lifecycle, RankKey
 from fp8watch_agent.metrics_state import MetricsState
-from fp8watch_agent.session import RunSession
+from fp8watch_agent.peers import OWNER_ONLY, Owners, Peer, peer_of
 
 logger = logging.getLogger(__name__)
 LIFECYCLE_SECONDS = 0.25
 TICK_SECONDS = 1.0
+
+
+class Session(Protocol):
+    """What the server uses of a run's session. Replies go to all ranks of the run, a `Welcome` to the sender only."""
+
+    run: str
+
+    def receive(self, message: Message) -> list[Reply]:
+        """A rank's message."""
+
+    def lost(self, rank: int) -> list[Reply]:
+        """A rank went without goodbye and did not come back."""
+
+    def tick(self) -> list[Reply]:
+        """Called about once a second."""
+
+    def backlog(self) -> list[Reply]:
+        """For a rank that has just connected only."""
+
+    def take(self, reply: Command | LedgerUpdate) -> list[Reply]:
+        """What a controller elsewhere has sent."""
+
+    def news(self) -> Welcome | None:
+        """For all ranks; None: nothing new."""
+
+    def close(self) -> None:
+        """The run is over here."""
 
 
 class AgentServer:
@@ -31,16 +59,18 @@ class AgentServer:
         *,
         lifecycle: Lifecycle,
         metrics: MetricsState,
-        open_session: Callable[[str], RunSession],
+        open_session: Callable[[str], Session],
         only_run: str | None = None,
         parent_pid: int | None = None,
+        owners: Owners | None = None,
     ) -> None:
+        self._owners = owners or Owners(any_user=False)
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._open_session = open_session
         self._only_run = only_run
         self._parent_pid = parent_pid
-        self._sessions: dict[str, RunSession] = {}
+        self._sessions: dict[str, Session] = {}
         self._connections: dict[RankKey, Connection] = {}
         self._handlers: dict[asyncio.Task[None], Connection] = {}
         self._stopping = asyncio.Event()
@@ -48,6 +78,12 @@ class AgentServer:
     def stop(self) -> None:
         """End serving soon; safe in a signal handler of the loop."""
         self._stopping.set()
+
+    def deliver(self, reply: Command | LedgerUpdate) -> None:
+        """Something for the ranks of a run from a controller elsewhere. On the loop's thread."""
+        session = self._sessions.get(reply.run)
+        if session is not None:
+            self._route(reply.run, session.take(reply), None)
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept on a bound, listening socket until the end; sessions are closed on the way out."""
@@ -82,6 +118,12 @@ class AgentServer:
                 return
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = peer_of(writer.get_extra_info("socket"))
+        if not self._owners.may_connect(peer):
+            logger.warning("process %d of user %d may not connect", peer.pid, peer.uid)
+            self._metrics.drop(self._only_run, "foreign")
+            writer.close()
+            return
         connection = Connection(reader, writer, self._metrics.drop)
         task = asyncio.current_task()
         assert task is not None
@@ -89,7 +131,7 @@ class AgentServer:
         try:
             while (messages := await connection.read()) is not None:
                 for message in messages:
-                    self._receive(connection, message)
+                    self._receive(connection, message, peer)
         except Exception:
             logger.exception("connection of %s failed", connection.key)
         finally:
@@ -97,7 +139,7 @@ class AgentServer:
             connection.close()
             self._closed(connection)
 
-    def _receive(self, connection: Connection, message: Message) -> None:
+    def _receive(self, connection: Connection, message: Message, peer: Peer) -> None:
         if connection.key is None:  # was refused; what came with its hello goes with it
             return
         run, rank = connection.key
@@ -106,6 +148,9 @@ class AgentServer:
             connection.close()
             return
         if isinstance(message, Hello):
+            if not self._owners.claim(run, peer):
+                self._turn_away(connection, f"run {run} belongs to another user of this node")
+                return
             before = self._connections.get(connection.key)
             if before is not None and before is not connection:
                 if before.pid != message.pid:
@@ -117,7 +162,11 @@ class AgentServer:
             self._lifecycle.connected(connection.key)
         if isinstance(message, Goodbye):
             self._lifecycle.goodbye((run, rank))
-        self._route(run, self._session(run).receive(message), connection)
+        session = self._session(run)
+        self._route(run, session.receive(message), connection)
+        if isinstance(message, Hello):
+            for reply in session.backlog():
+                connection.send(reply)
 
     def _refuse(self, connection: Connection, holder: Connection) -> None:
         """Two processes that both take themselves for one rank would push each other out for ever."""
@@ -127,6 +176,11 @@ class AgentServer:
             f"process {holder.pid} already trains as rank {rank} of run {run}: this one is not watched; "
             "give it another name (FP8WATCH_RUN)"
         )
+        self._turn_away(connection, warning)
+
+    def _turn_away(self, connection: Connection, warning: str) -> None:
+        assert connection.key is not None
+        run = connection.key[0]
         logger.warning("%s", warning)
         self._metrics.drop(run, "foreign")
         connection.send(Welcome(wire_version=wire.WIRE_VERSION, run=run, term=0, warnings=[warning]))
@@ -169,21 +223,22 @@ class AgentServer:
             if key[0] == run:
                 connection.send(reply)
 
-    def _session(self, run: str) -> RunSession:
+    def _session(self, run: str) -> Session:
         if run not in self._sessions:
             self._sessions[run] = self._open_session(run)
         return self._sessions[run]
 
     def _end_session(self, run: str, state: str) -> None:
         session = self._sessions.pop(run, None)
+        self._owners.release(run)
         if session is not None:
             self._metrics.run_over(run, state)
             session.close()
             logger.info("run %s is over (%s)", run, state)
 
 
-def listen(path: Path) -> socket.socket:
-    """Bind and listen on a unix socket that only this user can connect to.
+def listen(path: Path, mode: int = OWNER_ONLY) -> socket.socket:
+    """Bind and listen on a unix socket of the given mode: by default only this user can connect.
 
     A socket file that nobody serves is removed; raises `OSError` (EADDRINUSE) when somebody does.
     """
@@ -198,7 +253,7 @@ def listen(path: Path) -> socket.socket:
             raise OSError(98, f"another agent serves {path}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        mask = os.umask(0o177)
+        mask = os.umask(0o777 & ~mode)
         try:
             listener.bind(os.fspath(path))
         finally:

@@ -17,7 +17,7 @@ import msgspec
 
 from fp8watch import wire
 from fp8watch.controller.store import Store
-from fp8watch.records import Hello, Message, Reply, Stored, Welcome
+from fp8watch.records import Command, Hello, LedgerUpdate, Message, Reply, Stored, Welcome
 from fp8watch.transport import endpoint as endpoints
 from fp8watch.transport.endpoint import Endpoint
 from fp8watch_agent import store_place, targets
@@ -99,6 +99,14 @@ class RunSession:
     def tick(self) -> list[Reply]:
         """Regular business."""
         return self._ask(self._controller.tick)
+
+    def backlog(self) -> list[Reply]:
+        """Nothing: the controller here greets every rank itself."""
+        return []
+
+    def take(self, reply: Command | LedgerUpdate) -> list[Reply]:
+        """Nothing: there is no controller elsewhere."""
+        return []
 
     def news(self) -> Welcome | None:
         """A welcome with warnings that came up after the ranks were greeted, for all of them; None: no news."""

@@ -38,7 +38,7 @@ def open_store(options: AgentOptions, run: str) -> OpenedStore:
     """Open a run's store, whatever the state of FP8WATCH_DIR. Never raises for a place that does not work."""
     home = options.directory
     problem = filesystem.why_unwritable(places.run_folder(home, run))
-    warnings = [] if problem is None else [f"FP8WATCH_DIR cannot be written ({problem})"]
+    warnings = [] if problem is None else [f"{places.UNWRITABLE} ({problem})"]
     folders = [*_state_folders(home)]
     if problem is None:
         if filesystem.is_network(home):

@@ -118,13 +118,15 @@ class TensorMetrics:
             values, ok = _read(frame, name, len(view.rows))
             if name in frame.columns:
                 self.counts.setdefault(name, np.zeros(len(self.modules), dtype=np.uint64))[view.rows[ok]] += values[ok]
+        if "shadow_error" in frame.columns:
+            self._keep(view, "shadow_error", *_read(frame, "shadow_error", len(view.rows)))
         if "nonfinite" in frame.columns:
             values, ok = _read(frame, "nonfinite", len(view.rows))
             nonfinite["tensor"] = int(values[ok].sum())
         return nonfinite
 
     def gauge(self, name: str) -> Floats:
-        """`amax`, `scale` or `headroom` of every row, ranks merged; NaN where not observed."""
+        """`amax`, `scale`, `shadow_error` or `headroom` of every row, ranks merged; NaN where not observed."""
         pick: Callable[..., Floats] = np.fmin if name == "headroom" else np.fmax
         merged = np.full(len(self.modules), np.nan, dtype=np.float32)
         for view in self._ranks.values():

@@ -9,13 +9,13 @@ import socket
 import sqlite3
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 import typer
 
-from fp8watch.commands import stores
+from fp8watch.commands import doctor_cluster, stores
+from fp8watch.commands.checks import Check
 from fp8watch.commands.output import print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
 
@@ -25,25 +25,25 @@ PACKAGES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One line."""
-
-    name: str
-    result: Literal["ok", "absent", "problem"]
-    detail: str
-
-
 def command(
     directory: DirOption = None,
     with_torch: bool = typer.Option(True, help="Import torch, to look for accelerators (seconds)."),
+    cluster: Annotated[bool, typer.Option("--cluster", help="Check Redis, controller and agents instead.")] = False,
+    redis: Annotated[str | None, typer.Option(help="With --cluster: Redis; default: FP8WATCH_REDIS_URL.")] = None,
+    expect_agents: Annotated[int | None, typer.Option(help="With --cluster: how many nodes there should be.")] = None,
+    agent_socket: Annotated[str | None, typer.Option(help="With --cluster: socket; default: FP8WATCH_AGENT.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine; exit 3 when something that every run needs does not work."""
+    """Check this machine, or a cluster; exit 3 when something that is needed does not work."""
     home = stores.folder(directory)
-    checks = [_python(), *_packages(), _folder(home), _socket(home), _port(), _sqlite()]
-    if with_torch:
-        checks.append(_accelerator())
+    if cluster:
+        from fp8watch.settings import from_environment
+
+        checks = doctor_cluster.checks(from_environment(), redis, expect_agents, agent_socket)
+    else:
+        checks = [_python(), *_packages(), _folder(home), _socket(home), _port(), _sqlite(), *_coverage(home)]
+        if with_torch:
+            checks.append(_accelerator())
     if as_json:
         print_json([{"name": c.name, "result": c.result, "detail": c.detail} for c in checks])
     else:
@@ -109,6 +109,21 @@ def _sqlite() -> Check:
     is_new_enough = sqlite3.sqlite_version_info >= (3, 24, 0)
     detail = sqlite3.sqlite_version + ("" if is_new_enough else "; 3.24 is needed (upsert)")
     return Check(name="sqlite", result="ok" if is_new_enough else "problem", detail=detail)
+
+
+def _coverage(home: Path) -> list[Check]:
+    """Of the newest run: what of its FP8 is not seen is no fault of this machine, but nobody should have to ask."""
+    from fp8watch.commands import coverage
+
+    known = stores.runs(home)
+    if not known:
+        return []
+    run = known[-1].record.run
+    with stores.reading(known[-1]) as store:
+        seen = coverage.of_run(store, run)
+    if seen is None:
+        return [Check(name=f"run {run}", result="absent", detail="has announced no layout")]
+    return [Check(name=f"run {run}", result="ok" if seen.is_whole else "absent", detail=seen.text())]
 
 
 def _accelerator() -> Check:

@@ -274,7 +274,8 @@ def test_a_trainer_that_just_ends_is_not_held_up(home: Path, tmp_path: Path) -> 
         "channel.set_preamble([make.hello('r')]); channel.send(make.frame('r', 1)); print(time.time())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == "fp8watch: 1 messages were not sent: no agent at /nowhere.sock took them\n"
     assert time.time() - float(done.stdout) < 4.0
 
 

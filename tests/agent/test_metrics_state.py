@@ -291,6 +291,9 @@ def test_states_and_scalars_of_a_run(bench: _Bench) -> None:
     assert (bench.get("run_state", state="halted"), bench.get("run_state", state="ended")) == (1, 0)
 
 
+# case: PRM-02
+# case: PRM-13
+# case: PRM-15
 def test_an_ended_run_disappears_and_many_short_runs_leave_nothing() -> None:
     bench = _Bench(ended_ttl_seconds=600.0)
     for number in range(50):

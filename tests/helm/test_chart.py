@@ -11,6 +11,7 @@ import pytest
 import typer.main
 import yaml
 
+from fp8watch.commands.controller import app as controller_app
 from fp8watch_agent.cli import app as agent_app
 from fp8watch_dashboards import grafana
 from fp8watch_dashboards.cli import app as console_app
@@ -122,7 +123,7 @@ def test_a_bad_value_is_refused_by_name(values, key):
             {"console": {"enabled": True, "nodeSelector": {"a": "b"}}, "agent": {"dataHostPath": ""}},
             "agent.dataHostPath",
         ),
-        ({"controller": {"enabled": True}}, "controller.enabled"),
+        ({"redis": {"enabled": False}}, "controller.enabled"),
         ({"redis": {"enabled": True}, "externalRedis": {"url": "redis://x"}}, "redis.enabled and externalRedis"),
     ],
 )
@@ -203,14 +204,14 @@ def test_monitors_select_what_is_there(name, override, monitor):
     labels = one(documents, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
     ports = {port["name"] for port in one(documents, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["ports"]}
     if monitor == "serviceMonitor":
-        service, found = one(documents, "Service"), one(documents, "ServiceMonitor")
+        service, found = one(documents, "Service", "-agent"), one(documents, "ServiceMonitor", "-agent")
         assert service["spec"]["selector"].items() <= labels.items()
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
         labels = service["metadata"]["labels"]
         ports = {port["name"] for port in service["spec"]["ports"]}
         endpoints = found["spec"]["endpoints"]
     else:
-        found = one(documents, "PodMonitor")
+        found = one(documents, "PodMonitor", "-agent")
         endpoints = found["spec"]["podMetricsEndpoints"]
     assert found["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert found["spec"]["namespaceSelector"]["matchNames"] == ["ns"]
@@ -228,8 +229,10 @@ def test_two_releases_do_not_select_each_other():
 # case: HLM-04
 def test_monitors_take_the_labels_an_operator_selects_by():
     documents = render(CASES["scraped"])
-    assert one(documents, "PodMonitor")["metadata"]["labels"]["release"] == "kube-prometheus-stack"
-    assert one(render(CASES["everything"]), "ServiceMonitor")["metadata"]["namespace"] == "monitoring"
+    assert one(documents, "PodMonitor", "-agent")["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+    for suffix in ("-agent", "-controller"):
+        found = one(render(CASES["everything"]), "ServiceMonitor", suffix)
+        assert found["metadata"]["namespace"] == "monitoring"
     assert "Not scraped?" in notes(CASES["scraped"])
 
 
@@ -245,8 +248,8 @@ def test_the_metrics_port_is_one_value_and_closed_by_default():
     assert container["args"][container["args"].index("--metrics-port") + 1] == "9999"
     assert container["args"][container["args"].index("--metrics-host") + 1] == "$(POD_IP)"
     assert "POD_IP" in {variable["name"] for variable in container["env"]}
-    assert one(documents, "Service")["spec"]["ports"][0]["port"] == 9999
-    assert one(documents, "NetworkPolicy")["spec"]["ingress"][0]["ports"][0]["port"] == 9999
+    assert one(documents, "Service", "-agent")["spec"]["ports"][0]["port"] == 9999
+    assert one(documents, "NetworkPolicy", "-agent")["spec"]["ingress"][0]["ports"][0]["port"] == 9999
 
 
 @pytest.mark.parametrize(("suffix", "app"), [("agent", agent_app), ("console", console_app)])
@@ -272,19 +275,46 @@ def test_socket_folder_is_the_nodes_and_the_notes_say_how_to_mount_it():
     assert "hostPath: {path: /srv/w" in notes({"agent": {"socketHostPath": "/srv/w"}})
 
 
-def test_the_controller_is_off_and_the_notes_say_why():
-    assert not any(name.endswith("-controller") for name in pods(render({})))
-    assert "controller is off" in notes({})
-    assert "not part of version" in notes(CASES["everything"])
+def test_controller_and_redis_are_there_and_the_agents_forward_to_them():
+    documents = render({})
+    assert pods(documents)["r-fp8watch-controller"]["spec"]["containers"][0]["args"][0] == "controller"
+    assert one(documents, "Deployment", "-controller")["spec"]["replicas"] == 2
+    variables = {v["name"]: v for v in one(documents, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert variables["FP8WATCH_REDIS_URL"]["value"] == "redis://r-fp8watch-redis:6379/0"
+    assert variables["FP8WATCH_NODE"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
+    assert "doctor --cluster" in notes({})
+
+
+def test_without_the_controller_every_agent_decides_for_itself():
+    documents = render(CASES["single-nodes"])
+    assert list(pods(documents)) == ["r-fp8watch-agent"]
+    names = {v["name"] for v in one(documents, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert "FP8WATCH_REDIS_URL" not in names
+    assert "controller is off" in notes(CASES["single-nodes"])
+
+
+def test_the_controller_runs_with_options_that_exist():
+    container = pods(render(CASES["everything"]))["r-fp8watch-controller"]["spec"]["containers"][0]
+    assert container["command"] == ["fp8watch"]
+    assert container["args"][0] == "controller"
+    arguments = [
+        argument.replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "p") for argument in container["args"][1:]
+    ]
+    context = typer.main.get_command(controller_app).make_context("fp8watch", arguments, resilient_parsing=False)
+    assert context.params["name"] == "p"
+    assert context.params["metrics_port"] == container["ports"][0]["containerPort"] == 9465
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         ({"redis": {"enabled": True}}, {"value": "redis://r-fp8watch-redis:6379/0"}),
-        ({"externalRedis": {"url": "rediss://h:1/0"}}, {"value": "rediss://h:1/0"}),
         (
-            {"externalRedis": {"existingSecret": "s", "existingSecretKey": "k"}},
+            {"redis": {"enabled": False}, "externalRedis": {"url": "rediss+sentinel://h:1/s/0"}},
+            {"value": "rediss+sentinel://h:1/s/0"},
+        ),
+        (
+            {"redis": {"enabled": False}, "externalRedis": {"existingSecret": "s", "existingSecretKey": "k"}},
             {"valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
         ),
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis_servers import REDIS_KINDS
 
 from fp8watch.controller.store import Approval, Store
 from fp8watch.controller.store_memory import MemoryStore
@@ -47,9 +48,13 @@ def run_record(state: str = "running", started: float = 1.0, run: str = "r") -> 
     return RunRecord(run=run, state=state, hello=hello, started_unix=started, updated_unix=2.0)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", *(pytest.param(kind, marks=pytest.mark.redis) for kind in REDIS_KINDS)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    opened: Store = MemoryStore() if request.param == "memory" else SqliteStore(tmp_path / "deep" / "store.sqlite")
+    opened: Store
+    if request.param in REDIS_KINDS:
+        opened = request.getfixturevalue("empty_redis")(request.param)
+    else:
+        opened = MemoryStore() if request.param == "memory" else SqliteStore(tmp_path / "deep" / "store.sqlite")
     with contextlib.closing(opened):
         yield opened
 

@@ -51,6 +51,21 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
+{{/* Where Redis is, as an environment variable: a secret's, a given one's, or that of the server in this chart. */}}
+{{- define "fp8watch.redisUrl" -}}
+- name: FP8WATCH_REDIS_URL
+{{- if .Values.externalRedis.existingSecret }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.externalRedis.existingSecret }}
+      key: {{ .Values.externalRedis.existingSecretKey }}
+{{- else if .Values.externalRedis.url }}
+  value: {{ .Values.externalRedis.url | quote }}
+{{- else }}
+  value: redis://{{ include "fp8watch.fullname" . }}-redis:{{ .Values.redis.port }}/0
+{{- end }}
+{{- end -}}
+
 {{/* Arguments: root, component (its values). */}}
 {{- define "fp8watch.podPlacement" -}}
 serviceAccountName: {{ include "fp8watch.serviceAccountName" .root }}
@@ -89,7 +104,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.redis.enabled (or .Values.externalRedis.url .Values.externalRedis.existingSecret) -}}
-{{- fail "redis.enabled and externalRedis: choose one" -}}
+{{- fail "redis.enabled and externalRedis: choose one (redis.enabled=false for a server of your own)" -}}
 {{- end -}}
 {{- if and .Values.controller.enabled (not .Values.redis.enabled) (not .Values.externalRedis.url) (not .Values.externalRedis.existingSecret) -}}
 {{- fail "controller.enabled: it needs redis.enabled, externalRedis.url or externalRedis.existingSecret" -}}

@@ -1,0 +1,293 @@
+"""The thread that sends what this node has to say to Redis, in order, and keeps it on disk while it cannot.
+
+Nothing else in the agent waits for Redis. Every message is sealed (numbered, and signed where there is a key) when it
+is taken from the queue, so that what is sent twice is known by its number.
+
+While Redis is away everything goes to the spool; when it is back the spool is sent first. `seal` is the one place
+where a message leaves the node.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fp8watch import __version__, wire
+from fp8watch.controller import redis_keys
+from fp8watch.controller.redis_keys import RunKeys
+from fp8watch.controller.redis_link import RedisError, RedisLink, reason_of
+from fp8watch.records import Goodbye, Hello, Layout, NodeFrame, RankLost, Uplink
+from fp8watch.security.envelope import Sealer
+from fp8watch_agent.spool import Entry, Spool
+
+logger = logging.getLogger(__name__)
+MAX_QUEUED = 4096
+BATCH_ENTRIES = 64
+BATCH_BYTES = 4 * 1024**2
+PRESENCE_SECONDS = 2.0
+PRESENCE_TTL_MS = 15_000
+"""An agent that has not been heard of for this long is taken for gone, with its ranks."""
+TRIM_SECONDS = 10.0
+FIRST_RETRY_SECONDS = 0.1
+MAX_RETRY_SECONDS = 2.0
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class _Known:
+    hellos: dict[int, Hello] = field(default_factory=dict)
+    sealed: dict[int, bytes] = field(default_factory=dict)
+    """The hellos as they were sent."""
+    layout: Layout | None = None
+
+
+class UplinkThread(threading.Thread):
+    """Owns one connection. `send` may be called from any thread and never waits."""
+
+    def __init__(
+        self,
+        link: RedisLink,
+        *,
+        node: str,
+        sealer: Sealer,
+        spool: Spool,
+        keep_seconds: float,
+        metrics_url: str = "",
+        on_error: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        super().__init__(name="fp8watch-uplink", daemon=True)
+        self._link = link
+        self._redis: Any = link.client
+        self._node = node
+        self._sealer = sealer
+        self._spool = spool
+        self._keep_seconds = keep_seconds
+        self._metrics_url = metrics_url
+        self._on_error = on_error
+        self._queue: deque[Uplink] = deque()
+        self._known: dict[str, _Known] = {}
+        self._gone: list[tuple[str, int]] = []
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._retry_seconds = FIRST_RETRY_SECONDS
+        self._presence_at = self._trim_at = self._retry_at = 0.0
+        self._since_unix = time.time()
+        self.is_away = False
+        """Redis cannot be reached or takes nothing; things go to the spool."""
+        self.lost: Counter[str] = Counter()
+        self.sent = 0
+        self.sent_bytes = 0
+        self.replayed = 0
+        """Entries that came from the spool."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes in the spool."""
+        return self._spool.size_bytes
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Messages that are lost for good, by reason."""
+        return dict(self.lost + self._spool.lost)
+
+    def send(self, message: Uplink) -> None:
+        """Queue a message."""
+        if len(self._queue) >= MAX_QUEUED:
+            self._queue.popleft()
+            self.lost["queue_full"] += 1
+        self._queue.append(message)
+        self._wake.set()
+
+    def stop(self, seconds: float = 3.0) -> None:
+        """Send what is there, spool what cannot be sent, and end."""
+        self._stopping.set()
+        self._wake.set()
+        self.join(seconds)
+
+    def learn_term(self, run: str, term: int) -> None:
+        """A command of this term was heard: ranks that are announced again have seen it."""
+        known = self._known.get(run)
+        for rank, hello in list(known.hellos.items()) if known is not None else []:
+            if hello.journal_term < term:
+                self._known[run].hellos[rank] = msgspec.structs.replace(hello, journal_term=term)
+
+    def forget(self, run: str) -> None:
+        """A run is over on this node."""
+        self._known.pop(run, None)
+
+    def run(self) -> None:
+        """Thread body."""
+        while True:
+            is_last = self._stopping.is_set()
+            try:
+                self._round()
+            except Exception:
+                logger.exception("uplink to %s failed", self._link.shown)
+                self.lost["uplink_error"] += 1
+            if is_last:
+                break
+            if not self._queue:
+                self._wake.wait(0.2)
+            self._wake.clear()
+        self._to_spool()
+        self._spool.close()
+        self._link.close()
+
+    def _round(self) -> None:
+        now = time.monotonic()
+        if self.is_away or not self._spool.is_empty:
+            self._to_spool()
+            if now < self._retry_at:
+                return
+        try:
+            while not self._spool.is_empty:
+                entries = self._spool.peek(BATCH_ENTRIES, BATCH_BYTES)
+                if not entries:
+                    break
+                self._post(entries)
+                self._spool.drop(len(entries))
+                self.replayed += len(entries)
+                self._to_spool()
+            self._keep_up(now)
+            while self._queue:
+                self._send_batch()
+        except (RedisError, OSError) as error:
+            self._failed(error)
+            return
+        if self.is_away:
+            self.is_away = False
+            self._presence_at = 0.0  # look at once whether Redis still knows this node's runs
+            logger.info("redis at %s takes frames again; %d from the spool sent", self._link.shown, self.replayed)
+        self._retry_seconds = FIRST_RETRY_SECONDS
+
+    def _send_batch(self) -> None:
+        entries: list[Entry] = []
+        size = 0
+        while self._queue and len(entries) < BATCH_ENTRIES and size < BATCH_BYTES:
+            entry = self._sealed(self._queue.popleft())
+            if entry is not None:
+                entries.append(entry)
+                size += entry.size
+        try:
+            self._post(entries)
+        except (RedisError, OSError):
+            for entry in entries:
+                self._spool.put(entry)
+            raise
+
+    def _to_spool(self) -> None:
+        while self._queue:
+            entry = self._sealed(self._queue.popleft())
+            if entry is not None:
+                self._spool.put(entry)
+
+    def _sealed(self, message: Uplink) -> Entry | None:
+        """The one place where a message leaves the node."""
+        if isinstance(message, Hello):
+            self._known.setdefault(message.run, _Known()).hellos[message.rank] = message
+        elif isinstance(message, Layout):
+            self._known.setdefault(message.run, _Known()).layout = message
+        elif isinstance(message, Goodbye | RankLost):
+            known = self._known.get(message.run, _Known())
+            known.hellos.pop(message.rank, None)
+            known.sealed.pop(message.rank, None)
+            if not known.hellos:
+                self._known.pop(message.run, None)
+            self._gone.append((message.run, message.rank))
+        try:
+            data = _encoder.encode(self._sealer.seal(wire.pack(message)))
+        except Exception as error:
+            logger.warning("message of run %s cannot be sent: %s", message.run, error)
+            self.lost["unencodable"] += 1
+            return None
+        if isinstance(message, Hello):
+            self._known[message.run].sealed[message.rank] = data
+        return Entry(message.run, isinstance(message, NodeFrame), data)
+
+    def _post(self, entries: list[Entry]) -> None:
+        """Send entries in order. Raises when one of them was not taken: then all are to be sent again."""
+        gone = self._gone[:]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for run, rank in gone:
+                pipe.hdel(RunKeys(run).ranks, str(rank))
+            for entry in entries:
+                keys = RunKeys(entry.run)
+                if not entry.is_frame:
+                    pipe.sadd(redis_keys.ACTIVE, entry.run)
+                    if (known := self._known.get(entry.run)) is not None and known.sealed:
+                        pipe.hset(keys.ranks, mapping={str(rank): data for rank, data in known.sealed.items()})
+                pipe.xadd(keys.frames, {"k": "n" if entry.is_frame else "m", "e": entry.data})
+            answers = pipe.execute(raise_on_error=False)
+        bad = next((answer for answer in answers if isinstance(answer, Exception)), None)
+        if bad is not None:
+            raise bad
+        del self._gone[: len(gone)]
+        self.sent += len(entries)
+        self.sent_bytes += sum(len(entry.data) for entry in entries)
+
+    def _keep_up(self, now: float) -> None:
+        """Say that this node is there, trim, and announce again what Redis has lost."""
+        if now - self._presence_at < PRESENCE_SECONDS:
+            return
+        self._presence_at = now
+        runs = [run for run, known in list(self._known.items()) if known.hellos]
+        about = {
+            "node": self._node, "pid": os.getpid(), "version": __version__, "wire_version": wire.WIRE_VERSION,
+            "time_unix": time.time(), "started_unix": self._since_unix, "runs": runs,
+            "ranks": sum(len(known.hellos) for known in self._known.values()),
+            "spool_bytes": self._spool.size_bytes, "dropped": self.dropped, "metrics_url": self._metrics_url,
+        }  # fmt: skip
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hset(redis_keys.NODES, self._node, json.dumps(about))
+            for run in runs:
+                pipe.sadd(redis_keys.ACTIVE, run)
+                pipe.set(RunKeys(run).presence(self._node), "1", px=PRESENCE_TTL_MS)
+                pipe.exists(RunKeys(run).ranks)
+            answers = pipe.execute()
+        for position, run in enumerate(runs):
+            if not answers[3 + 3 * position]:
+                logger.warning("redis at %s has lost run %s; announcing it again", self._link.shown, run)
+                self._on_error("data_lost")
+                known = self._known[run]
+                for hello in known.hellos.values():
+                    self.send(hello)
+                if known.layout is not None:
+                    self.send(known.layout)
+        if now - self._trim_at >= TRIM_SECONDS:
+            self._trim_at = now
+            # Each agent trims, so that streams are bounded while no controller runs.
+            oldest = int((self._redis.time()[0] - self._keep_seconds) * 1000)
+            for run in runs:
+                self._redis.xtrim(RunKeys(run).frames, minid=f"{max(0, oldest)}-0", approximate=True)
+
+    def _failed(self, error: Exception) -> None:
+        reason = reason_of(error)
+        self._on_error(reason)
+        self._retry_at = time.monotonic() + self._retry_seconds * random.uniform(0.5, 1.0)
+        self._retry_seconds = min(self._retry_seconds * 2, MAX_RETRY_SECONDS)
+        if not self.is_away:
+            self.is_away = True
+            logger.warning("redis at %s: %s (%s); frames go to the spool", self._link.shown, reason, error)
+        if reason in ("read_only", "timeout"):
+            self._link.reset()
+        elif reason == "out_of_memory":
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """A full server takes no frames but still trims: keep half as long."""
+        try:
+            oldest = int((self._redis.time()[0] - self._keep_seconds / 2) * 1000)
+            for run in list(self._known):
+                self._redis.xtrim(RunKeys(run).frames, minid=f"{max(0, oldest)}-0", approximate=True)
+        except (RedisError, OSError) as error:
+            logger.debug("no room could be made: %s", error)

@@ -1,0 +1,178 @@
+"""Kill the active controller again and again at random moments: nothing decided is lost, nothing is done twice.
+
+    python bench/failover.py [--kills 100] [--seed 1] [--out FILE]
+
+A real Redis, a real agent with two ranks, two real controllers. At a random time after each takeover the active one is
+ended with SIGKILL and another started in its place. The ranks' loss is not finite every 40 steps. In the end the
+decision log is compared with what the ranks were made to do: every finding of every such step exactly once, every
+command in the stream once, applied by both ranks once and in one order, every answer in the log, every step judged.
+`takeover_seconds` is from the kill to another's holding the lease; the bar is 5 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+import cluster_parts as parts
+
+from fp8watch import wire
+from fp8watch.controller.redis_keys import LEASE, RunKeys
+from fp8watch.records import ActionRecord, Command, CommandResult, Finding
+
+BAR_SECONDS = 5.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lease-seconds", type=float, default=1.5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "failover.json")
+    chosen = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="fp8watch-failover-"))
+    try:
+        row = run(folder, chosen.kills, random.Random(chosen.seed), chosen.lease_seconds)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report = {
+        "commit": _git(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {"python": platform.python_version()},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "command": " ".join(["python", "bench/failover.py", *sys.argv[1:]]), "rows": [row],
+    }  # fmt: skip
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in row.items() if key != "takeover_seconds"}))
+    return 0 if row["pass"] else 1
+
+
+def run(folder: Path, kills: int, dice: random.Random, lease_seconds: float) -> dict[str, Any]:
+    environment = {"FP8WATCH_LEASE_SECONDS": str(lease_seconds)}
+    with parts.cluster(folder, environment=environment) as made:
+        made.agent("n0")
+        store = made.redis.store()
+        programs = {name: made.controller(name) for name in ("c0", "c1")}
+        job = parts.Job(made, "r", {"n0": 2})
+        stop = threading.Event()
+
+        def train() -> None:
+            while not stop.is_set():
+                job.train(1, pause=0.02)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        took: list[float] = []
+        number = 2
+        try:
+            parts.wait_for(lambda: _holder(store), 30, "a controller")
+            for _ in range(kills):
+                for program in programs.values():  # a process that is still starting is no standby
+                    parts.wait_for(lambda program=program: "stands by" in program.text(), 120, "a standby")
+                time.sleep(dice.uniform(0.05, 1.5))
+                holder = _holder(store)
+                while holder not in programs:
+                    holder = _holder(store)
+                programs.pop(holder).kill()
+                killed = time.monotonic()
+                name = f"c{number}"
+                number += 1
+                programs[name] = made.controller(name)
+                parts.wait_for(lambda before=holder: _holder(store) not in ("", before), 60, "a takeover")
+                took.append(time.monotonic() - killed)
+            time.sleep(2.0)
+        finally:
+            stop.set()
+            thread.join()
+        last = job.step
+        job.train(parts.NAN_EVERY - last % parts.NAN_EVERY - 5, pause=0.02)
+        parts.wait_for(lambda: store.runs() and store.runs()[0].last_step >= job.step - 1, 120, "all steps judged")
+        time.sleep(1.5)
+        for rank in job.ranks:
+            rank.hear()
+        job.train(3, pause=0.2)
+        time.sleep(2.0)
+        problems = check(store, job)
+        job.close()
+        steps = job.step
+        store.close()
+    took.sort()
+    return {
+        "name": "failover", "kills": kills, "steps": steps, "findings": steps // parts.NAN_EVERY,
+        "commands": len(job.ranks[0].applied),
+        "commands_too_late": sum(a.status == "expired" for a in job.ranks[0].answers.values()),
+        "lease_seconds": lease_seconds,
+        "takeover_median_seconds": round(took[len(took) // 2], 3), "takeover_max_seconds": round(took[-1], 3),
+        "bar_seconds": BAR_SECONDS, "problems": problems, "pass": not problems and took[-1] <= BAR_SECONDS,
+        "takeover_seconds": [round(value, 3) for value in took],
+    }  # fmt: skip
+
+
+def check(store: parts.RedisStore, job: parts.Job) -> list[str]:
+    """What is wrong; empty: nothing lost, nothing repeated."""
+    problems = []
+    expected = list(range(parts.NAN_EVERY, job.step + 1, parts.NAN_EVERY))
+    findings = [item for item in store.read("r", Finding) if item.detector == "nonfinite"]
+    if [item.step for item in findings] != expected:
+        missing = sorted(set(expected) - {item.step for item in findings})
+        doubled = [step for step, count in Counter(item.step for item in findings).items() if count > 1]
+        problems.append(f"findings: missing at {missing}, repeated at {doubled}")
+    sent: list[Command] = []
+    for _, fields in store.link.client.xrange(RunKeys("r").commands):
+        reply = wire.unpack_reply(fields[b"b"])
+        if isinstance(reply, Command):
+            sent.append(reply)
+    doubled_ids = [key for key, count in Counter((c.id, c.verb) for c in sent).items() if count > 1]
+    if doubled_ids:
+        problems.append(f"commands sent twice: {doubled_ids}")
+    if (terms := [(c.term, c.sequence) for c in sent]) != sorted(set(terms)):
+        problems.append("commands are not numbered in order")
+    applied = [[(c.id, c.verb) for c in rank.applied] for rank in job.ranks]
+    if applied[0] != applied[1]:
+        problems.append(f"ranks differ: {applied}")
+    # What was decided from steps that waited for the takeover may be too late for the ranks: they say so.
+    too_late = {key for key, answer in job.ranks[0].answers.items() if answer.status == "expired"}
+    if applied[0] != [(c.id, c.verb) for c in sent if (c.id, c.verb) not in too_late]:
+        answers = Counter(answer.status for answer in job.ranks[0].answers.values())
+        problems.append(f"sent {len(sent)}, applied {len(applied[0])}, answers {dict(answers)}")
+    actions = {item.id: item for item in store.read("r", ActionRecord)}
+    if missing_records := [c.id for c in sent if c.id not in actions]:
+        problems.append(f"commands without a record: {missing_records}")
+    open_ones = [item.id for item in actions.values() if item.status == "sent"]
+    if open_ones:
+        problems.append(f"still called sent: {open_ones}")
+    if bad := [item.id for item in actions.values() if item.status == "applied" and item.readback != "ok"]:
+        problems.append(f"applied without read-back: {bad}")
+    results = Counter((item.id, item.rank) for item in store.read("r", CommandResult))
+    if doubled_results := [key for key, count in results.items() if count > 1]:
+        problems.append(f"answers kept twice: {doubled_results}")
+    if len(results) != 2 * len(sent):
+        problems.append(f"{len(results)} answers to {len(sent)} commands of two ranks")
+    return problems
+
+
+def _holder(store: parts.RedisStore) -> str:
+    held = store.link.client.get(LEASE)
+    return held.decode().partition(":")[2] if held else ""
+
+
+def _git() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,192 @@
+"""`fp8watch doctor --cluster`: is this deployment sound, and if not, what is wrong with it by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8watch import __version__
+from fp8watch.commands.checks import Check, problem
+from fp8watch.errors import BadInput, MissingDependency
+from fp8watch.settings import Settings
+from fp8watch.wire import READABLE_VERSIONS
+
+if TYPE_CHECKING:
+    from fp8watch.controller.redis_link import RedisLink
+
+MIN_REDIS = (6, 2)
+"""XAUTOCLAIM came with 6.2."""
+SILENT_SECONDS = 15.0
+"""An agent speaks every two seconds."""
+MAX_SKEW_SECONDS = 5.0
+GOOD_POLICIES = ("noeviction", "volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl")
+"""Others may evict the decision log."""
+
+
+def checks(
+    settings: Settings, redis_url: str | None, expected_agents: int | None, agent_socket: str | None
+) -> list[Check]:
+    """All checks. `expected_agents` None: only those that are known are looked at."""
+    url = redis_url or (settings.redis_url.get_secret_value() if settings.redis_url is not None else None)
+    found = [_socket(agent_socket or settings.agent)]
+    if url is None:
+        return [*found, problem("redis", "no address: give --redis or FP8WATCH_REDIS_URL")]
+    try:
+        from fp8watch.controller.redis_link import RedisError, connect, reason_of
+
+        link = connect(url, name="fp8watch-doctor")
+    except (BadInput, MissingDependency) as error:
+        return [*found, problem("redis", str(error))]
+    try:
+        began = time.monotonic()
+        link.client.ping()
+        took = time.monotonic() - began
+    except (RedisError, OSError) as error:
+        link.close()
+        return [*found, problem("redis", f"{link.shown}: {reason_of(error)}: {error}")]
+    found.append(Check(name="redis", result="ok", detail=f"{link.shown} answers in {took * 1000:.1f} ms"))
+    for look in (_version, _role, _persistence, _memory, _skew, _lease):
+        found.append(_asked(look, link))
+    try:
+        found += _agents(link, expected_agents)
+    except (RedisError, OSError) as error:
+        found.append(problem("agents", str(error)))
+    link.close()
+    return found
+
+
+def _asked(look: Any, link: RedisLink) -> Check:
+    from fp8watch.controller.redis_link import RedisError
+
+    name = look.__name__.strip("_")
+    try:
+        check: Check = look(link)
+    except (RedisError, OSError, KeyError) as error:
+        return Check(name=f"redis {name}", result="absent", detail=f"not observable: {error}")
+    return check
+
+
+def _info(link: RedisLink, section: str) -> dict[str, Any]:
+    """One server's INFO; of a cluster any node's."""
+    found: dict[str, Any] = link.client.info(section)
+    first = next(iter(found.values()), None)
+    return first if link.is_cluster and isinstance(first, dict) else found
+
+
+def _version(link: RedisLink) -> Check:
+    text = str(_info(link, "server")["redis_version"])
+    version = tuple(int(part) for part in text.split(".")[:2])
+    if version < MIN_REDIS:
+        return problem("redis version", f"{text}; at least {'.'.join(map(str, MIN_REDIS))} is needed (XAUTOCLAIM)")
+    return Check(name="redis version", result="ok", detail=text)
+
+
+def _role(link: RedisLink) -> Check:
+    role = str(_info(link, "replication")["role"])
+    if role != "master":
+        return problem("redis role", f"{role}: read-only; name the master, or use redis+sentinel:// to follow it")
+    return Check(name="redis role", result="ok", detail=role)
+
+
+def _persistence(link: RedisLink) -> Check:
+    info = _info(link, "persistence")
+    if int(info.get("aof_enabled", 0)):
+        if info.get("aof_last_write_status", "ok") != "ok":
+            return problem("redis persistence", "the append-only file cannot be written: is the disk full?")
+        return Check(name="redis persistence", result="ok", detail="append-only file")
+    return problem("redis persistence", "appendonly is off: a restart loses the decision log and the ledger")
+
+
+def _memory(link: RedisLink) -> Check:
+    info = _info(link, "memory")
+    policy, limit, used = str(info["maxmemory_policy"]), int(info["maxmemory"]), int(info["used_memory"])
+    detail = f"{used / 2**20:.0f} MiB used, " + (f"limit {limit / 2**20:.0f} MiB, {policy}" if limit else "no limit")
+    if limit and policy not in GOOD_POLICIES:
+        return problem("redis memory", f"{detail}: may evict decisions; set maxmemory-policy noeviction")
+    if limit and used > 0.9 * limit:
+        return problem("redis memory", f"{detail}: nearly full; frames will go to the agents' disks")
+    return Check(name="redis memory", result="ok", detail=detail)
+
+
+def _skew(link: RedisLink) -> Check:
+    before = time.time()
+    seconds, micros = link.client.time()
+    skew = (seconds + micros / 1e6) - (before + time.time()) / 2
+    if abs(skew) > MAX_SKEW_SECONDS:
+        return problem("clock", f"Redis is {skew:+.1f} s from this machine: order is kept, times shown are wrong")
+    return Check(name="clock", result="ok", detail=f"{skew:+.3f} s from Redis")
+
+
+def _lease(link: RedisLink) -> Check:
+    from fp8watch.controller.redis_keys import LEASE
+
+    held = link.client.get(LEASE)
+    if held is None:
+        return problem("controller", "none is active: start `fp8watch controller` (two, so that one stands by)")
+    term, _, holder = held.decode().partition(":")
+    return Check(name="controller", result="ok", detail=f"{holder} decides, term {term}")
+
+
+def _agents(link: RedisLink, expected: int | None) -> list[Check]:
+    from fp8watch.controller.redis_keys import NODES
+
+    now = float(link.client.time()[0])
+    found: list[Check] = []
+    num_alive = 0
+    for name, body in sorted(link.client.hgetall(NODES).items()):
+        node = name.decode(errors="replace")
+        try:
+            about = json.loads(body)
+            age = now - float(about["time_unix"])
+        except (ValueError, KeyError, TypeError):
+            found.append(problem(f"agent {node}", "what it says of itself cannot be read"))
+            continue
+        num_alive += age <= SILENT_SECONDS
+        found.append(_agent(node, about, age))
+    if expected is not None and num_alive < expected:
+        found.append(problem("agents", f"{num_alive} of {expected} expected are heard from"))
+    else:
+        detail = f"{num_alive} heard from" + (f", {expected} expected" if expected is not None else "")
+        found.append(Check(name="agents", result="ok" if num_alive else "absent", detail=detail))
+    return found
+
+
+def _agent(node: str, about: dict[str, Any], age: float) -> Check:
+    detail = f"{about.get('ranks', 0)} ranks, version {about.get('version')}"
+    if age > SILENT_SECONDS:
+        return Check(name=f"agent {node}", result="absent", detail=f"silent for {age:.0f} s ({detail})")
+    if age < -MAX_SKEW_SECONDS:
+        return problem(f"agent {node}", f"its clock is {-age:.0f} s ahead of Redis'")
+    if about.get("wire_version") not in READABLE_VERSIONS:
+        return problem(
+            f"agent {node}", f"speaks wire version {about.get('wire_version')}; {__version__} cannot read it"
+        )
+    if about.get("spool_bytes"):
+        return problem(f"agent {node}", f"{int(about['spool_bytes']) / 2**20:.1f} MiB wait on its disk")
+    if lost := {reason: count for reason, count in (about.get("dropped") or {}).items() if count}:
+        return problem(f"agent {node}", "lost for good: " + ", ".join(f"{n} {why}" for why, n in lost.items()))
+    return Check(name=f"agent {node}", result="ok", detail=detail)
+
+
+def _socket(address: str | None) -> Check:
+    """The agent's socket on this node, where there is one: who can connect to it."""
+    if address is None:
+        return Check(name="agent socket", result="absent", detail="FP8WATCH_AGENT is not set on this machine")
+    path = Path(address.removeprefix("unix://"))
+    try:
+        status, folder = path.stat(), path.parent.stat()
+    except OSError as error:
+        return problem("agent socket", f"{path}: {error.strerror}: is the agent running here?")
+    if not stat.S_ISSOCK(status.st_mode):
+        return problem("agent socket", f"{path} is no socket")
+    if stat.S_IMODE(folder.st_mode) & 0o002 and not stat.S_IMODE(folder.st_mode) & stat.S_ISVTX:
+        return problem("agent socket", f"{path.parent} can be written by everybody: set its mode to 0755 or less")
+    if not os.access(path, os.W_OK):
+        return problem("agent socket", f"{path}: this user cannot connect; its owner has id {status.st_uid}")
+    if stat.S_IMODE(status.st_mode) & 0o022:
+        return problem("agent socket", f"{path}: mode {stat.S_IMODE(status.st_mode):04o} lets others connect")
+    return Check(name="agent socket", result="ok", detail=f"{path}, mode {stat.S_IMODE(status.st_mode):04o}")

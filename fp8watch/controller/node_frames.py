@@ -1,0 +1,174 @@
+"""From the frames of a node's local ranks to one `NodeFrame`, and back to ranks for a reader.
+
+Matched by module name, never by position. Where all ranks hold the same tensors (data parallel) the reduction is one
+numpy call a column; else each rank's columns are spread over the union of all names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch import columns
+from fp8watch.controller.merge import scale_checksum
+from fp8watch.errors import WireError
+from fp8watch.records import Column, NodeFrame, StepFrame, TensorColumn
+
+SUMS = frozenset({"quantized", "saturated", "underflowed", "nonfinite"})
+"""Element counts: summed over ranks. Of the rest the largest counts, of `snr` the smallest."""
+OWN = frozenset({"amax_rank", "amax_low"})
+"""Columns that only a node's frame has."""
+
+SCALE_CHECKSUM = "scale_checksum"
+"""Scalar that a node's frame has for each rank (`fp8watch.controller.merge.scale_checksum`)."""
+
+Array = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
+
+
+class NodeLayout:
+    """The node's order of tensors: the union over its ranks' layouts, names only ever added."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, TensorColumn] = {}
+        self._spots: dict[tuple[int, int], tuple[npt.NDArray[np.intp], bool]] = {}
+
+    def add(self, rank: int, layout_id: int, announced: list[TensorColumn]) -> bool:
+        """Learn a rank's order; True when the node's own has changed by it."""
+        before = dict(self.columns)
+        for column in announced:
+            self.columns[column.name] = column
+        index = {name: position for position, name in enumerate(self.columns)}
+        spots = np.array([index[column.name] for column in announced], dtype=np.intp)
+        self._spots[rank, layout_id] = spots, bool((spots == np.arange(len(spots))).all())
+        return before != self.columns
+
+    def spots(self, rank: int, layout_id: int) -> tuple[npt.NDArray[np.intp], bool] | None:
+        """Where a rank's columns go, and whether that is where they are already; None: its layout is not known."""
+        return self._spots.get((rank, layout_id))
+
+
+def reduce(frames: list[StepFrame], layout: NodeLayout, *, node: str, layout_id: int, lead: int) -> NodeFrame:
+    """One node's frame of one step from those of its ranks, sorted by rank. Raises `WireError` for a column of a
+    wrong length."""
+    first = frames[0]
+    dropped: dict[str, int] = {}
+    for frame in frames:
+        for reason, count in frame.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    return NodeFrame(
+        run=first.run,
+        attempt=first.attempt,
+        node=node,
+        rank=lead,
+        step=first.step,
+        layout_id=layout_id,
+        time_unix=max(frame.time_unix for frame in frames),
+        ranks=[frame.rank for frame in frames],
+        scalars=[_scalars(frame) for frame in frames],
+        columns=_columns(frames, layout),
+        updates_forward=max(frame.updates_forward for frame in frames),
+        updates_backward=max(frame.updates_backward for frame in frames),
+        dropped=dropped,
+    )
+
+
+def _scalars(frame: StepFrame) -> dict[str, float]:
+    """A rank's scalars, and what is lost in the reduction and must be equal in replicas."""
+    checksum = scale_checksum(frame)
+    return frame.scalars if checksum is None else {**frame.scalars, SCALE_CHECKSUM: checksum}
+
+
+def _columns(frames: list[StepFrame], layout: NodeLayout) -> dict[str, Column]:
+    size = len(layout.columns)
+    reduced: dict[str, Column] = {}
+    names = dict.fromkeys(name for frame in frames for name in frame.columns)
+    held = {name: _stack(frames, layout, name, size) for name in names}
+    for name, (rows, masks, _) in held.items():
+        seen = np.logical_or.reduce(masks)
+        if name == "scale":
+            continue
+        if name in SUMS:
+            values: Array = np.where(masks, rows, 0).sum(axis=0, dtype=rows.dtype)
+        elif name == "snr":
+            values = np.where(seen, np.where(masks, rows, np.inf).min(axis=0), 0).astype(rows.dtype)
+        else:
+            values = _largest(rows, masks)
+        reduced[name] = columns.pack(values, _kind(rows), seen)
+    if "amax" in held:
+        rows, masks, ranks = held["amax"]
+        seen = np.logical_or.reduce(masks)
+        worst = np.where(masks, np.where(np.isnan(rows), np.inf, rows), -np.inf).argmax(axis=0)
+        low = np.where(seen, np.where(masks, rows, np.inf).min(axis=0), 0)
+        reduced["amax_rank"] = columns.pack(np.asarray(ranks, dtype=np.uint8)[worst], "u1", seen)
+        reduced["amax_low"] = columns.pack(low.astype(np.float32), "f4", seen)
+    if "scale" in held:
+        rows, masks, ranks = held["scale"]
+        amax = np.ones_like(rows)
+        if "amax" in held:
+            of_rank = {rank: row for rank, row in zip(held["amax"][2], held["amax"][0], strict=True)}
+            amax = np.stack([of_rank.get(rank, np.ones(size, np.float32)) for rank in ranks])
+        with np.errstate(all="ignore"):
+            product = amax * rows
+            product = np.where(np.isfinite(product), product, np.inf)
+        nearest = np.where(masks, product, -np.inf).argmax(axis=0)
+        reduced["scale"] = columns.pack(rows[nearest, np.arange(size)], "f4", np.logical_or.reduce(masks))
+    return reduced
+
+
+def _stack(frames: list[StepFrame], layout: NodeLayout, name: str, size: int) -> tuple[Array, Mask, list[int]]:
+    """(values, observed, index of the rank among `frames`) of one column, a row for each rank that has it."""
+    rows, masks, ranks = [], [], []
+    for position, frame in enumerate(frames):
+        column, known_spots = frame.columns.get(name), layout.spots(frame.rank, frame.layout_id)
+        if column is None or known_spots is None:
+            continue
+        spots, is_straight = known_spots
+        values, valid = columns.unpack(column)
+        if len(values) != len(spots):
+            raise WireError(f"column {name} has {len(values)} values, its layout {len(spots)}")
+        if len(spots) != size or not is_straight:
+            spread, known = np.zeros(size, dtype=values.dtype), np.zeros(size, dtype=np.bool_)
+            spread[spots], known[spots] = values, valid
+            values, valid = spread, known
+        rows.append(values)
+        masks.append(valid)
+        ranks.append(position)
+    if not rows:
+        return np.zeros((1, size), dtype=np.float32), np.zeros((1, size), dtype=np.bool_), [0]
+    return np.stack(rows), np.stack(masks), ranks
+
+
+def _largest(rows: Array, masks: Mask) -> Array:
+    """Largest observed value; NaN, which compares with nothing, is the largest of all."""
+    if masks.all():
+        return np.asarray(rows.max(axis=0))
+    lowest = -np.inf if rows.dtype.kind == "f" else 0
+    picked = np.where(masks, rows, np.asarray(lowest, dtype=rows.dtype)).max(axis=0)
+    return np.where(np.logical_or.reduce(masks), picked, np.zeros((), rows.dtype))
+
+
+def _kind(values: Array) -> str:
+    return {"f": "f4", "u": "u8" if values.dtype.itemsize == 8 else "u1"}[values.dtype.kind]
+
+
+def expand(frame: NodeFrame) -> list[StepFrame]:
+    """What a reader of single ranks sees: scalars at each, the columns at the lowest, which stands for the node."""
+    shared = {name: column for name, column in frame.columns.items() if name not in OWN}
+    return [
+        StepFrame(
+            run=frame.run,
+            attempt=frame.attempt,
+            rank=rank,
+            step=frame.step,
+            layout_id=frame.layout_id,
+            time_unix=frame.time_unix,
+            scalars={name: value for name, value in scalars.items() if name != SCALE_CHECKSUM},
+            columns=shared if position == 0 else {},
+            updates_forward=frame.updates_forward,
+            updates_backward=frame.updates_backward,
+        )
+        for position, (rank, scalars) in enumerate(zip(frame.ranks, frame.scalars, strict=False))
+    ]

@@ -1,0 +1,248 @@
+"""From the frames of all nodes to one `Sample` a step: the cluster's counterpart of `fp8watch.controller.merge`.
+
+The rules are the same; only what arrives is different: a node's ranks come together, their tensors already reduced.
+Nodes of one run usually hold the same tensors, announced in the same words: their order is kept once, and merging 128
+of them is one numpy call a column.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch import columns
+from fp8watch.controller import merge
+from fp8watch.controller.merge import Merger
+from fp8watch.controller.node_frames import OWN, SCALE_CHECKSUM, SUMS
+from fp8watch.detect.base import Sample
+from fp8watch.errors import WireError
+from fp8watch.records import Layout, NodeFrame, StepFrame, TensorColumn
+
+Array = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """One order of tensors, shared by all nodes that announced it."""
+
+    digest: bytes
+    columns: list[TensorColumn]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankScalars:
+    rank: int
+    scalars: dict[str, float]
+
+
+class NodeMerger(Merger):
+    """Collects the frames of nodes; a step is complete when all expected ranks are through with it."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        super().__init__(num_ranks)
+        self._nodes: dict[int, dict[str, NodeFrame]] = {}
+        self._is_any_ahead = False
+        """A rank said hello with more updates than have been judged: its frames of the steps between do not come."""
+        self._orders: dict[tuple[int, int], _Order] = {}
+        self._tensors: tuple[TensorColumn, ...] = ()
+        self._index: dict[str, int] = {}
+        self._spots: dict[bytes, npt.NDArray[np.intp] | None] = {}
+
+    def layout(self, layout: Layout) -> None:
+        """Announce a node's order of columns."""
+        digest = hashlib.blake2b(msgspec.msgpack.encode(layout.columns), digest_size=16).digest()
+        shared = next((order for order in self._orders.values() if order.digest == digest), None)
+        self._orders[layout.rank, layout.layout_id] = shared or _Order(digest, layout.columns)
+        if shared is None:
+            self._number()
+
+    def restart(self, step: int) -> None:
+        """A new attempt: frames after `step` are new again."""
+        super().restart(step)
+        self._is_any_ahead = False
+        self._nodes.clear()
+        self._orders.clear()
+        self._number()
+
+    def node(self, frame: NodeFrame) -> list[Sample]:
+        """Take a node's frame in; the samples that are complete now, in order of their steps."""
+        step, held = frame.step, self._nodes.setdefault(frame.step, {})
+        # An agent that was restarted in the middle of a step gives the rest of it under the same name.
+        new = [rank for rank in frame.ranks if rank not in self._waiting.get(step, {})]
+        if not new:
+            self.duplicates += 1
+            return []
+        is_late = step <= self._closed
+        for rank in new:
+            self._gone.discard(rank)
+            newest = self._newest.get(rank, self._start)
+            if step > newest + 1:
+                self.unseen["missing"] += step - newest - 1
+            self._newest[rank] = max(step, newest)
+            if is_late:
+                self.unseen["late"] += 1
+            else:
+                self._waiting.setdefault(step, {})[rank] = _MARK
+        if is_late:
+            del self._nodes[step]
+        else:
+            held[frame.node if frame.node not in held else f"{frame.node}+{len(held)}"] = frame
+        return self._complete()
+
+    @property
+    def closed(self) -> int:
+        """Newest step that was given out; frames up to it are done with."""
+        return self._closed
+
+    def join(self, rank: int, step: int) -> None:
+        """A rank of this attempt is there (again); its first frame is of the step after `step`."""
+        super().join(rank, step)
+        self._is_any_ahead |= step > self._closed
+
+    def _complete(self) -> list[Sample]:
+        # Usually whoever is through with the oldest step has its frame here, and nobody is ahead: counting a thousand
+        # ranks for each of their frames would be most of the work.
+        ready = []
+        while self._waiting:
+            step = min(self._waiting)
+            if len(self._waiting[step]) >= self.num_ranks - len(self._gone):
+                ready.append(self._close(step))
+            elif self._is_any_ahead or max(self._waiting) > step:
+                return ready + super()._complete()
+            else:
+                break
+        return ready
+
+    def _close(self, step: int) -> Sample:
+        del self._waiting[step]
+        self._closed = step
+        frames = sorted(self._nodes.pop(step, {}).values(), key=lambda frame: frame.rank)
+        return self._merge(frames)
+
+    def _number(self) -> None:
+        """Number all tensors anew, in the order in which they became known."""
+        tensors = {column.name: column for order in self._orders.values() for column in order.columns}
+        self._tensors = tuple(tensors.values())
+        self._index = {name: position for position, name in enumerate(tensors)}
+        self._spots = {}
+        for order in {order.digest: order for order in self._orders.values()}.values():
+            spots = np.array([self._index[column.name] for column in order.columns], dtype=np.intp)
+            is_straight = len(spots) == len(tensors) and bool((spots == np.arange(len(spots))).all())
+            self._spots[order.digest] = None if is_straight else spots
+
+    def _merge(self, frames: list[NodeFrame]) -> Sample:
+        extremes: dict[str, int] = {}
+        single, checksums = [], {}
+        for frame in frames:
+            for rank, own in zip(frame.ranks, frame.scalars, strict=False):
+                if SCALE_CHECKSUM in own:
+                    own = dict(own)
+                    checksums[rank] = own.pop(SCALE_CHECKSUM)
+                single.append(_RankScalars(rank, own))
+        scalars = merge._merge_scalars(single, extremes)  # type: ignore[arg-type]
+        described = [frame for frame in frames if (frame.rank, frame.layout_id) in self._orders and frame.columns]
+        values: dict[str, Array] = {}
+        valid: dict[str, Mask] = {}
+        held = {
+            name: stacked
+            for name in dict.fromkeys(name for frame in described for name in frame.columns)
+            if (stacked := self._stack(described, name)) is not None
+        }
+        for name, (rows, masks, _) in held.items():
+            if name in OWN or name == "scale":
+                continue
+            valid[name] = np.logical_or.reduce(masks)
+            values[name] = _reduced(name, rows, masks, valid[name])
+        if "amax" in held:
+            extremes["amax"] = _rank_of_largest(held)
+        if "scale" in held:
+            rows, masks, nodes = held["scale"]
+            amax = np.ones_like(rows)
+            if "amax" in held:
+                of_node = dict(zip((node.node for node in held["amax"][2]), held["amax"][0], strict=True))
+                amax = np.stack([of_node.get(node.node, np.ones(rows.shape[1], rows.dtype)) for node in nodes])
+            with np.errstate(all="ignore"):
+                product = amax * rows
+                product = np.where(np.isfinite(product), product, np.inf)
+            nearest = np.where(masks, product, -np.inf).argmax(axis=0)
+            values["scale"] = rows[nearest, np.arange(rows.shape[1])]
+            valid["scale"] = np.logical_or.reduce(masks)
+        return Sample(
+            attempt=frames[0].attempt,
+            step=frames[0].step,
+            scalars=scalars,
+            tensors=self._tensors if values else (),
+            values=values,
+            valid=valid,
+            updates_forward=max(frame.updates_forward for frame in frames),
+            updates_backward=max(frame.updates_backward for frame in frames),
+            rank_of_extreme=extremes,
+            num_ranks=len(single),
+            expected_ranks=self.num_ranks,
+            rank_median=merge._medians(single),  # type: ignore[arg-type]
+            rank_values=_agreeing(single, checksums),
+        )
+
+    def _stack(self, frames: list[NodeFrame], name: str) -> tuple[Array, Mask, list[NodeFrame]] | None:
+        rows, masks, nodes = [], [], []
+        size = len(self._tensors)
+        for frame in frames:
+            column, order = frame.columns.get(name), self._orders[frame.rank, frame.layout_id]
+            if column is None:
+                continue
+            try:
+                row, mask = columns.unpack(column)
+            except WireError:
+                continue
+            if len(row) != len(order.columns):
+                continue
+            spots = self._spots[order.digest]
+            if spots is not None:
+                spread, known = np.zeros(size, dtype=row.dtype), np.zeros(size, dtype=np.bool_)
+                spread[spots], known[spots] = row, mask
+                row, mask = spread, known
+            rows.append(row)
+            masks.append(mask)
+            nodes.append(frame)
+        return (np.stack(rows), np.stack(masks), nodes) if rows else None
+
+
+def _agreeing(single: list[_RankScalars], checksums: dict[int, float]) -> dict[str, dict[int, float]]:
+    """As `fp8watch.controller.merge` has it of single ranks."""
+    if len(single) == 1:
+        return {}
+    parameters = {item.rank: item.scalars["param_checksum"] for item in single if "param_checksum" in item.scalars}
+    return {name: values for name, values in (("param_checksum", parameters), (SCALE_CHECKSUM, checksums)) if values}
+
+
+def _reduced(name: str, rows: Array, masks: Mask, seen: Mask) -> Array:
+    if name in SUMS:
+        return np.asarray(np.where(masks, rows, 0).sum(axis=0, dtype=rows.dtype))
+    if name == "snr":
+        return np.where(seen, np.where(masks, rows, np.inf).min(axis=0), 0).astype(rows.dtype)
+    lowest = np.asarray(-np.inf if rows.dtype.kind == "f" else 0, dtype=rows.dtype)
+    picked = rows.max(axis=0) if masks.all() else np.where(masks, rows, lowest).max(axis=0)
+    return np.where(seen, picked, np.zeros((), rows.dtype))
+
+
+def _rank_of_largest(held: dict[str, tuple[Array, Mask, list[NodeFrame]]]) -> int:
+    """The rank that holds the largest amax of all tensors; NaN is larger than any."""
+    rows, masks, nodes = held["amax"]
+    spot = int(np.where(masks, np.where(np.isnan(rows), np.inf, rows), -np.inf).argmax())
+    node, tensor = nodes[spot // rows.shape[1]], spot % rows.shape[1]
+    if "amax_rank" in held:
+        ranks, known, owners = held["amax_rank"]
+        row = next((i for i, owner in enumerate(owners) if owner is node), None)
+        if row is not None and known[row, tensor] and int(ranks[row, tensor]) < len(node.ranks):
+            return int(node.ranks[int(ranks[row, tensor])])
+    return int(node.rank)
+
+
+_MARK = StepFrame(run="", attempt=0, rank=0, step=0, layout_id=0, time_unix=0.0, scalars={})
+"""Stands for a rank whose node's frame is here."""

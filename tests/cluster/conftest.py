@@ -1,0 +1,8 @@
+"""Hand-made messages are shared with the agent's tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "agent"))

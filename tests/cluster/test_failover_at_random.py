@@ -1,0 +1,20 @@
+"""The active controller is killed at random moments: nothing decided is lost and nothing is done twice."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import failover
+
+
+@pytest.mark.redis
+def test_nothing_is_lost_or_repeated_over_three_kills(tmp_path: Path) -> None:
+    row = failover.run(tmp_path, 3, random.Random(), 1.0)
+    assert row["problems"] == []
+    assert row["commands"] > 0
+    assert row["takeover_max_seconds"] < failover.BAR_SECONDS

@@ -1,0 +1,101 @@
+"""Where an agent's message enters the controller: what is foreign, forged, repeated or garbage stays out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hand_made as make
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8watch import wire
+from fp8watch.controller.inflow import Inflow
+from fp8watch.controller.redis_link import RedisLink
+from fp8watch.records import Hello, RankLost
+from fp8watch.security.envelope import Envelope, Opener, Sealer
+from fp8watch.security.keyring import KeyRing
+
+RING = KeyRing("frame", (b"k" * 32,))
+OTHER = KeyRing("frame", (b"x" * 32,))
+
+
+def inflow(ring: KeyRing | None = None) -> Inflow:
+    made = Inflow(RedisLink(client=None, is_cluster=False, shown=""), "c", ring)
+    made._last_ids["r"] = "0-0"
+    made._openers["r"] = Opener(ring)
+    return made
+
+
+def entry(sealer: Sealer, message: Any) -> dict[bytes, bytes]:
+    return {b"k": b"m", b"e": msgspec.msgpack.encode(sealer.seal(wire.pack(message)))}
+
+
+def test_a_message_enters_once_with_its_sender() -> None:
+    made = inflow()
+    fields = entry(Sealer("n7", 1, None), make.hello("r"))
+    entered = made.enter("r", b"5-0", fields)
+    assert isinstance(entered.message, Hello)
+    assert (entered.node, entered.entry_id, made.last_id("r")) == ("n7", "5-0", "5-0")
+    assert made.enter("r", b"6-0", fields).message is None
+    assert made.refused["r", "repeated"] == 1
+    assert made.last_id("r") == "6-0", "not read again"
+
+
+def test_an_agent_that_was_restarted_is_heard_and_its_predecessor_no_more() -> None:
+    made = inflow()
+    old, new = Sealer("n", 1, None), Sealer("n", 2, None)
+    first, second = entry(old, make.goodbye("r", 1)), entry(old, make.goodbye("r", 2))
+    assert made.enter("r", b"1-0", first).message is not None
+    assert made.enter("r", b"2-0", entry(new, make.goodbye("r", 3))).message is not None
+    assert made.enter("r", b"3-0", second).message is None
+    successor = inflow()
+    successor._openers["r"].resume(made.numbers("r"))
+    assert successor.enter("r", b"4-0", first).message is None
+
+
+def test_what_is_not_an_agents_own_is_refused_by_reason() -> None:
+    made = inflow(RING)
+    assert made.enter("r", b"1-0", entry(Sealer("n", 1, RING), make.goodbye("r"))).message is not None
+    assert made.enter("r", b"2-0", entry(Sealer("n", 2, OTHER), make.goodbye("r"))).message is None
+    assert made.enter("r", b"3-0", entry(Sealer("n", 2, None), make.goodbye("r"))).message is None
+    assert made.refused["r", "forged"] == 2
+    assert made.enter("r", b"4-0", entry(Sealer("n", 3, RING), make.goodbye("another"))).message is None
+    assert made.refused["r", "foreign"] == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xc1", msgspec.msgpack.encode({"type": "from a newer version", "run": "r"}),
+     msgspec.msgpack.encode({"type": "node", "run": "r"}), msgspec.msgpack.encode([1, 2])],
+)  # fmt: skip
+def test_a_body_of_another_version_is_counted_and_the_next_is_fine(body: bytes) -> None:
+    made = inflow()
+    sealer = Sealer("n", 1, None)
+    fields = {b"e": msgspec.msgpack.encode(sealer.seal(body))}
+    assert made.enter("r", b"1-0", fields).message is None
+    assert made.refused["r", "malformed"] == 1
+    assert made.enter("r", b"2-0", entry(sealer, RankLost(run="r", rank=1, node="n"))).message is not None
+
+
+def test_fields_that_a_newer_agent_adds_are_passed_over() -> None:
+    """A rolling upgrade: the agent is one version ahead."""
+    newer = msgspec.to_builtins(make.goodbye("r", 9), builtin_types=(bytes,)) | {"invented_later": [1, {"a": b"x"}]}
+    envelope = Sealer("n", 1, None).seal(msgspec.msgpack.encode(newer))
+    entered = inflow().enter("r", b"1-0", {b"e": msgspec.msgpack.encode(envelope), b"also": b"new"})
+    assert entered.message == make.goodbye("r", 9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([b"e", b"k", b"x"]), st.binary(max_size=200), max_size=3),
+    st.binary(max_size=200), st.integers(0, 2**63), st.booleans(),
+)  # fmt: skip
+def test_no_entry_raises(fields: dict[bytes, bytes], body: bytes, number: int, is_envelope: bool) -> None:
+    made = inflow()
+    if is_envelope:
+        envelope = Envelope(sender="n", incarnation=1, sequence=number, body=body)
+        fields = {b"e": msgspec.msgpack.encode(envelope)}
+    entered = made.enter("r", b"1-0", fields)
+    assert entered.message is None or entered.message.run == "r"
