@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-import sqlite3
+import os
 import time
 from typing import Annotated, Literal
 
@@ -14,8 +13,9 @@ from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
 from fp8watch.controller.store import Approval
-from fp8watch.controller.store_sqlite import SqliteStore
-from fp8watch.records import ActionRecord
+from fp8watch.records import ActionRecord, RunRecord
+from fp8watch.security import approvals, load_ring
+from fp8watch.settings import from_environment
 
 app = typer.Typer(help="What was done or proposed, and what waits for a person.", no_args_is_help=True)
 RunOption = Annotated[str | None, typer.Option("--run", help="Run; default: the newest.")]
@@ -39,9 +39,11 @@ def list_actions(
         print_json(actions)
         return
     rows = [
-        (a.id, a.action, a.decided_step, a.applied_step, a.mode, a.status, a.readback, a.outcome, a.reason)
+        (
+            a.id, a.action, a.decided_step, a.applied_step, a.mode, _status(a), a.readback, a.outcome, a.reason,
+        )
         for a in actions
-    ]
+    ]  # fmt: skip
     columns = ["id", "action", "decided", "applied", "mode", "status", "read back", "outcome", "reason"]
     print_table(f"Actions of {found.record.run}", columns, rows)
 
@@ -58,21 +60,46 @@ def refuse(action_id: IdArgument, directory: DirOption = None) -> None:
     _answer(action_id, "refuse", directory)
 
 
+def _status(action: ActionRecord) -> str:
+    if action.status == "waiting" and action.expires_step is not None:
+        return f"waiting until step {action.expires_step}"
+    return f"{action.status} by {action.answered_by}" if action.answered_by else action.status
+
+
+def _check_moment(record: RunRecord, action: ActionRecord) -> None:
+    """Exit with 3 when it is too late to answer: the run decides at its step boundaries and does not wait for us."""
+    if action.status != "waiting":
+        by = f" (answered by {action.answered_by})" if action.answered_by else ""
+        raise not_found(f"{action.id} does not wait: it is {action.status}{by}")
+    if record.state != "running":
+        raise not_found(f"{action.id} does not wait any more: the run is {record.state}")
+    if action.expires_step is not None and record.last_step > action.expires_step:
+        reason = f"the run is at step {record.last_step}, and it waited until step {action.expires_step}"
+        raise not_found(f"{action.id} does not wait any more: {reason}")
+
+
+def _person() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        return f"user {os.getuid()}"
+
+
 def _answer(action_id: str, verdict: Literal["approve", "refuse"], directory: DirOption) -> None:
     for found in reversed(stores.runs(stores.folder(directory))):
         with stores.reading(found) as store:
             action = next((item for item in store.read(found.record.run, ActionRecord) if item.id == action_id), None)
         if action is None:
             continue
-        if action.status != "waiting":
-            raise not_found(f"{action_id} does not wait: it is {action.status}")
+        _check_moment(found.record, action)
         approval = Approval(
-            run=found.record.run, action_id=action_id, verdict=verdict, by=getpass.getuser(), time_unix=time.time()
+            run=found.record.run, action_id=action_id, verdict=verdict, by=_person(), time_unix=time.time()
         )
+        approval = approvals.sign(approval, load_ring(from_environment(), "approval"))
         try:
-            with contextlib.closing(SqliteStore(found.path)) as store:
+            with stores.writing(found) as store:
                 store.approve(approval)
-        except (sqlite3.Error, OSError) as error:
+        except OSError as error:
             raise not_found(f"{found.path} cannot be written: {error}") from error
         typer.echo(
             f"{action_id} ({action.action} of {found.record.run}): {'approved' if verdict == 'approve' else 'refused'}"

@@ -23,6 +23,8 @@ def command(
     home = stores.folder(directory)
     name = None if every else stores.find(home, run).record.run
     what = "all runs" if name is None else name
+    for line in stores.disarm_in_redis(name, undo=undo):
+        typer.echo(f"{what}: {line}")
     try:
         if not undo:
             typer.echo(f"{what}: disarmed by {markers.disarm(home, name)}")

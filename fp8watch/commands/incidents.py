@@ -1,8 +1,9 @@
-"""`fp8watch incident list|show`: findings of one event, and what was done about it."""
+"""`fp8watch incident list|show|export`: findings of one event, and what was done about it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,9 @@ import typer
 from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
+from fp8watch.controller.store import Store
 from fp8watch.records import ActionRecord, Finding
+from fp8watch.replay.incident import Incident, find
 
 app = typer.Typer(help="Incidents: what was found, why, and what came of it.", no_args_is_help=True)
 RunOption = Annotated[str | None, typer.Option("--run", help="Run; default: the newest.")]
@@ -51,33 +54,62 @@ def list_incidents(run: RunOption = None, directory: DirOption = None, as_json: 
     print_table(f"Incidents of {found.record.run}", columns, rows)
 
 
+IncidentArgument = Annotated[str, typer.Argument(help="Incident, or one of its findings or actions.")]
+
+
 @app.command()
 def show(
-    incident: Annotated[str, typer.Argument(help="Incident.")],
+    incident: IncidentArgument, run: RunOption = None, directory: DirOption = None, as_json: JsonOption = False
+) -> None:
+    """Show one incident: findings with their evidence, every decision about it, the actions, and what they came to."""
+    found = stores.find(stores.folder(directory), run)
+    with stores.reading(found) as store:
+        it = _one(store, found, incident)
+    if as_json:
+        print_json(
+            {
+                "incident": it.name, "run": found.record.run, "findings": it.findings, "actions": it.actions,
+                "results": it.results, "trace": it.trace,
+            }
+        )  # fmt: skip
+        return
+    for line in it.story():
+        typer.echo(line)
+
+
+@app.command()
+def export(
+    incident: IncidentArgument,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: INCIDENT.zip.")] = None,
     run: RunOption = None,
     directory: DirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one incident: its findings with their evidence, and its actions."""
+    """Write one incident with the frames around it into a file that `fp8watch replay` reads."""
+    from fp8watch.replay import bundle
+
     found = stores.find(stores.folder(directory), run)
     with stores.reading(found) as store:
-        findings = [item for item in store.read(found.record.run, Finding) if incident in (item.incident, item.id)]
-        actions = [item for item in store.read(found.record.run, ActionRecord) if item.incident == incident]
-    if not findings:
-        raise not_found(f"no incident {incident!r} in run {found.record.run}")
+        it = _one(store, found, incident)
+        path = output or Path(f"{found.record.run}-{it.name}.zip")
+        try:
+            manifest = bundle.export(store, it, path)
+        except OSError as error:
+            raise not_found(f"{path} cannot be written: {error.strerror or error}") from error
     if as_json:
-        print_json({"incident": incident, "run": found.record.run, "findings": findings, "actions": actions})
-        return
-    for finding in findings:
-        rows: list[tuple[str, object]] = [
-            ("found at step", finding.step),
-            ("since step", finding.onset_step),
-            ("cause", finding.cause),
-            ("tensor", finding.tensor),
-            ("layers", ", ".join(finding.layers)),
-            ("rank", finding.rank),
-        ]
-        rows += [(str(key), value) for key, value in finding.evidence.items()]
-        print_table(f"{finding.id}: {finding.severity} {finding.detector}", ["", ""], rows)
-    done = [(a.id, a.action, a.status, a.readback, a.outcome, a.reason) for a in actions]
-    print_table("Actions", ["id", "action", "status", "read back", "outcome", "reason"], done)
+        print_json(manifest | {"path": str(path)})
+    else:
+        typer.echo(f"{path}: {manifest['samples']} steps, {manifest['frames']} frames, {path.stat().st_size} bytes")
+    if not manifest["reproduces"]:
+        typer.echo(
+            "a replay of it does not find exactly the same: frames from before the window are gone from the store, and"
+            " with them what the detectors knew",
+            err=True,
+        )
+
+
+def _one(store: Store, found: stores.Found, name: str) -> Incident:
+    it = find(store, found.record, name)
+    if it is None:
+        raise not_found(f"no incident {name!r} in run {found.record.run}")
+    return it

@@ -17,6 +17,7 @@ from fp8watch.commands.output import not_found
 
 GROUP = "fp8watch.commands"
 OWN = {
+    "controller": ("fp8watch.commands.controller", "Decide for all runs of a cluster, or stand by."),
     "demo": ("fp8watch.demo.cli", "Train a small GPT in FP8, break it, and watch it being saved."),
     "replay": ("fp8watch.replay.cli", "Find in recorded runs what would have been found live."),
 }

@@ -1,8 +1,9 @@
-"""`fp8watch policy check|schema`."""
+"""`fp8watch policy check|compare|schema`."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,10 +21,10 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check a policy and print the settings in force; exit 2 with every error if it is not valid."""
-    from fp8watch.policy import load
+    from fp8watch.policy.load import check as load_checked
 
     try:
-        loaded = load(policy)
+        loaded = load_checked(policy)
     except BadInput as error:
         raise fail(error) from error
     if as_json:
@@ -43,6 +44,43 @@ def check(
         for rule in loaded.rules
     ]
     print_table("Rules", ["rule", "mode", "detector", "severity", "cause", "ladder"], rows)
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(help="A policy: file or name.")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+    paths: Annotated[list[Path], typer.Argument(help="Recorded runs: whatever `replay` reads.", metavar="RUN...")],
+    assume: Annotated[str, typer.Option(help="helped | nothing: what is assumed of remedies.")] = "helped",
+    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints, of logs. 0: none.")] = 0,
+    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of warm-up, of logs.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Rehearse two policies on the same runs: what each would have done, and at what cost."""
+    from fp8watch.policy import load
+    from fp8watch.replay import compare as comparing
+    from fp8watch.replay.run import Assumptions
+
+    if assume not in {"helped", "nothing"}:
+        raise fail(BadInput([f"command line:1: --assume: helped or nothing is wanted, not {assume!r}"]))
+    try:
+        policies = {name: load(name) for name in (first, second)}
+    except BadInput as error:
+        raise fail(error) from error
+    assumptions = Assumptions(
+        outcome=assume,  # type: ignore[arg-type]
+        checkpoint_every=checkpoint_every,
+        warmup_steps=warmup_steps,
+    )
+    runs, problems = comparing.compare(policies, paths, assumptions)
+    if as_json:
+        print_json(comparing.as_json(runs, list(policies)))
+    else:
+        columns = ["run", "found", "policy", "done", "steps replayed", "asked", "proposed", "in the way", "apart at"]
+        print_table(f"Assuming that remedies {'help' if assume == 'helped' else 'do nothing'}", columns,
+                    comparing.rows(runs, list(policies)))  # fmt: skip
+    if problems:
+        raise fail(BadInput(problems))
 
 
 @app.command()

@@ -54,6 +54,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show one run: what it is, what was found and done, and its checkpoints."""
+    from fp8watch.commands import coverage
     from fp8watch.records import ActionRecord, CheckpointRecord, Finding
 
     found = stores.find(stores.folder(directory), run)
@@ -62,6 +63,7 @@ def show(
         findings = list(store.read(name, Finding))
         actions = list(store.read(name, ActionRecord))
         checkpoints = list(store.read(name, CheckpointRecord))
+        seen = coverage.of_run(store, name)
     if as_json:
         document = {"store": str(found.path), "record": found.record, "findings": findings}
         print_json(document | {"actions": actions, "checkpoints": checkpoints})
@@ -73,7 +75,7 @@ def show(
         ("ranks", hello.world_size),
         ("host", hello.host),
         ("policy", hello.policy_name),
-        ("FP8 modules", f"{hello.observed_modules} observed of {hello.expected_modules}"),
+        ("FP8 modules", "no layout announced" if seen is None else seen.text()),
         ("framework", ", ".join(f"{key} {value}" for key, value in hello.framework.items())),
         ("not available", "; ".join(f"{key}: {why}" for key, why in sorted(hello.capabilities.items()) if why)),
         ("findings", _counted(f"{item.detector} {item.severity}" for item in findings)),

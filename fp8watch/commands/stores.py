@@ -1,4 +1,7 @@
-"""Finding and opening the stores of the runs under `FP8WATCH_DIR`, for reading while agents write to them."""
+"""Finding and opening the stores of runs, for reading while agents and controllers write to them.
+
+Runs lie in files under `FP8WATCH_DIR` and, where `FP8WATCH_REDIS_URL` is set, in the cluster's Redis.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Annotated
 import typer
 
 from fp8watch.commands.output import not_found
+from fp8watch.controller.store import Store
 from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.errors import BadInput
 from fp8watch.records import RunRecord
@@ -24,10 +28,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document inst
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A run, and the file that holds it."""
+    """A run, and where it is kept: a file, or Redis (`redis_url` set; `path` is then only for showing)."""
 
     record: RunRecord
     path: Path
+    redis_url: str = ""
 
 
 def folder(directory: Path | None) -> Path:
@@ -59,6 +64,7 @@ def runs(directory: Path) -> list[Found]:
                     found.append(Found(record=record, path=path))
         except (sqlite3.Error, OSError, BadInput) as error:
             typer.echo(f"{path}: not readable as a store: {error}", err=True)
+    found += _in_redis()
     return sorted(found, key=lambda item: item.record.started_unix)
 
 
@@ -77,7 +83,67 @@ def find(directory: Path, run: str | None) -> Found:
 
 
 @contextlib.contextmanager
-def reading(found: Found) -> Iterator[SqliteStore]:
+def reading(found: Found) -> Iterator[Store]:
     """Its store, for reading."""
-    with contextlib.closing(SqliteStore(found.path, read_only=True)) as store:
+    with contextlib.closing(_open(found, read_only=True)) as store:
         yield store
+
+
+@contextlib.contextmanager
+def writing(found: Found) -> Iterator[Store]:
+    """Its store, for a verdict. Raises `OSError` when it cannot be written."""
+    with contextlib.closing(_open(found, read_only=False)) as store:
+        try:
+            yield store
+        except sqlite3.Error as error:
+            raise OSError(str(error)) from error
+
+
+def _open(found: Found, *, read_only: bool) -> Store:
+    if not found.redis_url:
+        return SqliteStore(found.path, read_only=read_only)
+    from fp8watch.controller.store_redis import RedisStore
+
+    return RedisStore(found.redis_url)
+
+
+def _in_redis() -> list[Found]:
+    from fp8watch.settings import from_environment
+
+    secret = from_environment().redis_url
+    if secret is None:
+        return []
+    from fp8watch.controller.redis_link import RedisError, shown
+    from fp8watch.controller.store_redis import RedisStore
+
+    url = secret.get_secret_value()
+    try:
+        with contextlib.closing(RedisStore(url)) as store:
+            return [Found(record=record, path=Path(shown(url)), redis_url=url) for record in store.runs()]
+    except (RedisError, OSError) as error:
+        typer.echo(f"{shown(url)}: not readable: {error}", err=True)
+        return []
+
+
+def disarm_in_redis(run: str | None, *, undo: bool) -> list[str]:
+    """Tell the cluster's controller to let nothing act in a run (None: in all), or to act again; what was done."""
+    from fp8watch.settings import from_environment
+
+    secret = from_environment().redis_url
+    if secret is None:
+        return []
+    from fp8watch.controller.redis_keys import DISARM, RunKeys
+    from fp8watch.controller.redis_link import RedisError, connect
+
+    link = connect(secret.get_secret_value())
+    key = DISARM if run is None else RunKeys(run).disarm
+    try:
+        if undo:
+            link.client.delete(key)
+        else:
+            link.client.set(key, "1")
+    except (RedisError, OSError) as error:
+        raise not_found(f"{link.shown} cannot be written: {error}; set FP8WATCH_DISARM=1 for the run") from error
+    finally:
+        link.close()
+    return [f"{'armed again' if undo else 'disarmed'} for the controller at {link.shown}"]

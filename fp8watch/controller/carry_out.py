@@ -55,7 +55,10 @@ class ActionLog:
             return
         status: Any = decision.status or _STATUS[decision.kind]
         if known is not None:
-            self._put(known, status=status, reason=_join(known.reason, decision.reason))
+            self._put(
+                known, status=status, reason=_join(known.reason, decision.reason),
+                answered_by=decision.by or known.answered_by,
+            )  # fmt: skip
             return
         is_standing = decision.kind == "apply" and decision.action == "skip_update"
         trouble = decision.trouble
@@ -74,16 +77,18 @@ class ActionLog:
             applied_step=view.step if is_standing else None,
             reason=decision.reason,
             time_unix=self._clock(),
+            expires_step=decision.expires_step,
         )
         self._changed[decision.action_id] = None
         if is_standing:
             self._standing = decision.action_id
 
-    def step_passed(self, sample: Sample) -> None:
-        """Read back a skipped update: the step after it is made from parameters that stayed sound."""
+    def step_passed(self, sample: Sample) -> ActionRecord | None:
+        """Read back a skipped update: the step after it is made from parameters that stayed sound. The record, if one
+        was read back."""
         known = self._actions.get(self._standing or "")
         if known is None or sample.step <= (known.applied_step or 0):
-            return
+            return None
         self._standing = None
         values = {name: sample.scalars[name] for name in ("loss", "param_nonfinite") if name in sample.scalars}
         is_skipped_again = sample.scalars.get("update_skipped", 0.0) > 0
@@ -96,6 +101,7 @@ class ActionLog:
             outcome="helped" if is_sound else "no_effect",
             observed={name: value if math.isfinite(value) else str(value) for name, value in values.items()},
         )
+        return self._actions[known.id]
 
     def applied(self, command: Command, result: CommandResult) -> None:
         """A rank applied it; whether it is in force is still to be read."""
@@ -148,10 +154,11 @@ class ActionLog:
             if known is not None and known.status == "waiting":
                 self._put(known, status="expired", reason=_join(known.reason, reason))
 
-    def rollback_under_way(self) -> ActionRecord | None:
-        """The newest rollback, if it is sent or just applied."""
+    def rollback_under_way(self, attempt: int) -> ActionRecord | None:
+        """The newest rollback of this attempt, if it is sent or just applied; not one that a restart cut short."""
         for record in reversed(self._actions.values()):
-            if record.action == "rollback" and record.status in {"sent", "applied"} and record.outcome == "pending":
+            is_rollback = record.action == "rollback" and record.attempt == attempt
+            if is_rollback and record.status in {"sent", "applied"} and record.outcome == "pending":
                 return record
         return None
 

@@ -1,6 +1,6 @@
 """The controller's ledger: which checkpoint is pending, candidate, good or tainted, and what changes a label.
 
-pending -> candidate: a step passed after it without trouble. candidate -> good: `healthy_steps` passed.
+pending -> candidate: the rank that saves says that all of it is durable. candidate -> good: `healthy_steps` passed.
 Any -> tainted: it was saved at or after the onset of an act trouble, or lies on a timeline that a rollback left.
 good -> candidate: an onset that was found later falls into its healthy steps.
 """
@@ -28,10 +28,16 @@ class Ledger:
         """All of them, in the order they became known."""
         return tuple(self._records.values())
 
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether a checkpoint may still change its label without trouble."""
+        return bool(self._unsettled)
+
     def add(self, record: CheckpointRecord) -> CheckpointRecord:
         """Take in what a rank says it has saved; a verdict of ours on the same checkpoint stands."""
         known = self._records.get(record.checkpoint)
-        if known is not None and known.attempt >= record.attempt and record.label != "tainted":
+        is_judged = known is not None and (known.label != "pending" or record.label == "pending")
+        if known is not None and is_judged and known.attempt >= record.attempt and record.label != "tainted":
             record = msgspec.structs.replace(record, label=known.label, reason=known.reason)
         self._keep(record)
         return record
@@ -57,10 +63,8 @@ class Ledger:
                 if record.label == "good":
                     reason = f"{within[0].detector} began at step {within[0].onset_step}, within its healthy steps"
                     changed.append(self._label(record, "candidate", reason))
-            elif record.label != "good" and step >= record.step + self.healthy_steps:
+            elif record.label == "candidate" and step >= record.step + self.healthy_steps:
                 changed.append(self._label(record, "good", f"{self.healthy_steps} healthy steps"))
-            elif record.label == "pending" and step > record.step:
-                changed.append(self._label(record, "candidate", "a step passed without trouble"))
         return changed
 
     def rolled_back(self, target_step: int, onset_step: int, attempt: int) -> list[CheckpointRecord]:

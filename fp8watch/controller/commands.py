@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fp8watch.policy.view import Trouble
 from fp8watch.records import Command, CommandResult, Verb
 
 EXPIRY_STEPS = 50
@@ -17,6 +18,18 @@ READBACK_STEPS = 30
 """Steps after the expiry by which the read-back has to be in."""
 
 Result = Literal["applied", "failed", "vetoed", "expired", "unavailable"]
+
+
+MAX_TENSORS = 16
+"""Tensors that a command names as its reason."""
+
+
+def because_of(trouble: Trouble | None) -> dict[str, Any]:
+    """What a command rests on, for the ranks to compare with what they have seen."""
+    if trouble is None:
+        return {}
+    found: dict[str, Any] = {"onset_step": trouble.onset_step, "tensors": list(trouble.tensors[:MAX_TENSORS])}
+    return found if trouble.rank is None else {**found, "rank": trouble.rank}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +73,7 @@ class CommandDesk:
 
     def issue(
         self, action_id: str, verb: Verb, action: str, params: dict[str, Any], *, step: int, seen: int, attempt: int,
-        ranks: frozenset[int],
+        ranks: frozenset[int], because: dict[str, Any] | None = None,
     ) -> Command:  # fmt: skip
         """A new command. One must not be on its way already.
 
@@ -80,6 +93,7 @@ class CommandDesk:
             action=action,
             params=params,
             last_step=step + EXPIRY_STEPS,
+            because=because or {},
         )
         deadline = seen + EXPIRY_STEPS + READBACK_STEPS
         self._outstanding = _Outstanding(command=command, action_id=action_id, ranks=ranks, deadline_seen=deadline)
@@ -153,6 +167,23 @@ def _summary(command: Command, action_id: str, answers: list[CommandResult], *, 
         step=applied[0].step if applied else (bad[0].step if bad else None),
         readback=readback,
         detail=detail,
-        observed=dict((unread or applied)[0].observed) if applied else {},
+        observed=_observed(unread or applied),
         steps_replayed=max((answer.steps_replayed for answer in applied), default=0),
     )
+
+
+def _observed(answers: list[CommandResult]) -> dict[str, Any]:
+    """One rank's read-back; of a check that ranks may come out of differently, that of the first whose runs differ."""
+    if not answers:
+        return {}
+    apart = next((answer for answer in answers if answer.observed.get("agree") is False), None)
+    if apart is not None and len(answers) > 1:
+        return {**apart.observed, "rank": apart.rank}
+    return dict((apart or answers[0]).observed)
+
+
+def failure_of(conclusion: Conclusion) -> str:
+    """Why an action failed, in words."""
+    if conclusion.readback == "failed":
+        return f"{conclusion.command.action} was not in force when read back: {conclusion.detail}"
+    return f"{conclusion.command.action} {conclusion.result}: {conclusion.detail}"

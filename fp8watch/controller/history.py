@@ -10,6 +10,8 @@ from fp8watch.detect.base import Sample
 
 KEEP_STEPS = 1024
 NORMS = 256
+CLIPS = 300
+"""Steps over which the share of clipped ones is taken, as in `fp8watch.actions.clip_control`."""
 
 
 class History:
@@ -19,6 +21,7 @@ class History:
         self.losses: deque[tuple[int, float]] = deque(maxlen=KEEP_STEPS)
         self.learning_rates: deque[tuple[int, float, float]] = deque(maxlen=KEEP_STEPS)
         self._norms: deque[float] = deque(maxlen=NORMS)
+        self._clipped: deque[bool] = deque(maxlen=CLIPS)
         self.num_skipped = 0
         self.params_nonfinite = False
         self.is_nonfinite_now = False
@@ -33,6 +36,9 @@ class History:
         norm = scalars.get("grad_norm")
         if norm is not None and math.isfinite(norm):
             self._norms.append(norm)
+            limit = scalars.get("clip_limit")
+            if limit is not None:
+                self._clipped.append(norm > limit)
         is_skipped = scalars.get("update_skipped", 0.0) > 0
         self.num_skipped = self.num_skipped + 1 if is_skipped else 0
         self.params_nonfinite = scalars.get("param_nonfinite", 0.0) > 0
@@ -51,3 +57,7 @@ class History:
     def grad_norm_median(self) -> float | None:
         """Median of the recent finite norms; None before the first."""
         return median(self._norms) if self._norms else None
+
+    def clip_rate(self) -> float | None:
+        """Share of the last 300 steps that were clipped; None before as many were seen."""
+        return sum(self._clipped) / CLIPS if len(self._clipped) == CLIPS else None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from fp8watch.records import (
     ActionRecord,
+    Arrival,
     CheckpointRecord,
     CommandResult,
+    DetectorState,
     Evaluation,
     Finding,
     Layout,
     RunRecord,
     StepFrame,
     Stored,
+    TraceEntry,
 )
 
 KINDS: dict[type, str] = {
@@ -23,13 +26,16 @@ KINDS: dict[type, str] = {
     CheckpointRecord: "checkpoint",
     CommandResult: "result",
     Evaluation: "evaluation",
+    TraceEntry: "trace",
+    Arrival: "arrival",
+    DetectorState: "detectors",
 }
 """Record type -> the name of its kind in a store."""
 
 
 def step_of(record: Stored) -> int | None:
     """The optimizer step a record belongs to, by which it is selected; None for those that have none."""
-    if isinstance(record, RunRecord | Layout):
+    if isinstance(record, RunRecord | Layout | Arrival | DetectorState):
         return None
     if isinstance(record, ActionRecord):
         return record.decided_step
@@ -38,7 +44,7 @@ def step_of(record: Stored) -> int | None:
 
 def key_of(record: Stored) -> str | None:
     """Identity within (run, kind): a later record with the same key replaces the earlier one. None: all are kept."""
-    if isinstance(record, RunRecord):
+    if isinstance(record, RunRecord | DetectorState):
         return record.run
     if isinstance(record, ActionRecord | Finding):
         return record.id

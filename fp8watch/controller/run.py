@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import msgspec
 
 from fp8watch.controller.carry_out import ActionLog
 from fp8watch.controller.checkpoints import Ledger
-from fp8watch.controller.commands import CommandDesk, Conclusion
+from fp8watch.controller.closer import CloserBook
+from fp8watch.controller.commands import CommandDesk, because_of, failure_of
+from fp8watch.controller.data_position import DataPosition
+from fp8watch.controller.detecting import Detecting, prefix_after
 from fp8watch.controller.history import History
 from fp8watch.controller.merge import Merger
+from fp8watch.controller.recollection import recall, state_if_due
+from fp8watch.controller.trace import Trace
 from fp8watch.detect.base import Sample
 from fp8watch.detect.incidents import Incident
 from fp8watch.policy import events
 from fp8watch.policy.decide import decide
 from fp8watch.policy.schema import Policy
-from fp8watch.policy.state import Decision, PolicyState
+from fp8watch.policy.state import Decision, PolicyState, without_waiting
 from fp8watch.policy.view import Trouble, View, trouble_of
 from fp8watch.records import (
     CheckpointRecord,
@@ -43,25 +49,15 @@ QUIET_STEPS = 20
 """Steps after a resume or rollback in which baseline rules keep still."""
 
 
-class Detecting(Protocol):
-    """What is used of `fp8watch.detect.pipeline.Pipeline`."""
-
-    def observe(self, sample: Sample) -> list[Finding]:
-        """Take a step in; what is new."""
-
-    def open_incidents(self) -> Sequence[Incident]:
-        """What is under way."""
-
-    def reset(self, after: Literal["rollback", "resume"], step: int) -> None:
-        """The run goes on from `step`."""
-
-
 class RunPilot:
     """Decides for one run.
 
     `restored`: what the store already knew of it, after a restart of this process or of the training;
     `is_same_process`: the training process is still the one that the store speaks of, with all that is in force in it.
     """
+
+    saves_detectors = True
+    """Whether what the detectors know goes into the store."""
 
     def __init__(
         self,
@@ -82,6 +78,8 @@ class RunPilot:
         self.seen = 0
         self.disarmed = ""
         self.verdicts: Mapping[str, Literal["approve", "refuse"]] = {}
+        self.people: Mapping[str, str] = {}
+        """Action id -> who gave the verdict on it."""
         self.halt_sent = ""
         """Reason of a halt that was sent."""
         self.detector_errors = 0
@@ -90,18 +88,25 @@ class RunPilot:
         self._clock = clock
         self._merger = Merger(hello.world_size)
         self._merger.restart(hello.step)
+        self._unseen: Counter[str] = Counter()
+        self._data = DataPosition(hello.run, hello.attempt, hello.step)
         self._pipeline = pipeline
         self._history = History()
         self._ledger = Ledger(policy.healthy_steps)
         self._desk = CommandDesk(hello.run, term)
         self._state = PolicyState()
         self._log = ActionLog(hello.run, clock)
+        self._trace = Trace(hello.run, clock)
+        self._evaluated_seen: int | None = None
+        self._began_seen: int | None = 0 if hello.step > 0 else None
+        """`seen` when this attempt began, of one that goes on from another."""
+        self._closer = CloserBook()
         self._evidence: dict[str, Finding] = {}
         self._tensors: tuple[str, ...] = ()
         self._modules: tuple[str, ...] = ()
-        self._prefix = _prefix(restored)
+        self._prefix = prefix_after(restored)
         self._quiet_until_seen = QUIET_STEPS if hello.step > 0 else 0
-        self._restore(restored, is_same_process=is_same_process)
+        self._restore(restored, hello, is_same_process=is_same_process)
 
     @property
     def term(self) -> int:
@@ -120,10 +125,15 @@ class RunPilot:
         is_new = hello.rank not in self.ranks
         if hello.journal_term > self.term or (is_new and hello.journal_term == self.term and not self._desk.has_issued):
             self._desk.learn_term(hello.journal_term)
+        if not self.ranks and hello.attempt <= self.attempt:
+            self._trace.began(hello, self.policy, "")
         self.ranks[hello.rank] = hello
         if hello.attempt > self.attempt:
             self._new_attempt(hello)
+        self._collect()
         self._merger.num_ranks = hello.world_size
+        if hello.attempt == self.attempt:
+            self._merger.join(hello.rank, hello.step)
 
     def layout(self, layout: Layout) -> None:
         """A rank's order of columns."""
@@ -136,6 +146,8 @@ class RunPilot:
         """A rank's step."""
         self.records.append(frame)
         if frame.attempt != self.attempt:
+            # Of a timeline that another rank's rollback has ended, or of an attempt that no hello has announced.
+            self._unseen["superseded" if frame.attempt < self.attempt else "unannounced"] += 1
             return
         for sample in self._merger.frame(frame):
             self._observe(sample)
@@ -147,6 +159,7 @@ class RunPilot:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Scores of an evaluation."""
         self.records.append(evaluation)
+        self._evaluated_seen = self.seen
 
     def result(self, result: CommandResult) -> None:
         """What a command came to on a rank."""
@@ -164,23 +177,48 @@ class RunPilot:
     def lost(self, rank: int) -> None:
         """A rank is gone."""
         self.ranks.pop(rank, None)
-        if self.ranks:
-            for sample in self._merger.without(len(self.ranks)):
-                self._observe(sample)
+        self.late(rank)
+
+    def nobody_left(self) -> None:
+        """All ranks are gone: what waits for a person has no run to be done in."""
+        waiting = [track.action_id for track in self._state.tracks if track.phase == "waiting"]
+        for action_id in waiting:
+            self._trace.expired(action_id, "the run ended before anybody answered")
+        self._log.expire(waiting, "the run ended before anybody answered")
+        self._state = without_waiting(self._state)
+        self._collect()
+
+    def held_by(self) -> tuple[int | None, list[int]]:
+        """The oldest step that waits for frames (None: none does), and the ranks that it waits for."""
+        return self._merger.held_by(range(self._merger.num_ranks))
+
+    def late(self, rank: int) -> None:
+        """Go on without a rank's frames until the next one comes."""
+        for sample in self._merger.leave(rank):
+            self._observe(sample)
         self._conclude()
         self._collect()
+
+    def take_unseen(self) -> Counter[str]:
+        """Frames since the last call that reached no detector, by reason."""
+        taken, self._unseen = self._unseen + self._merger.unseen, Counter()
+        self._merger.unseen.clear()
+        return taken
 
     # A step
 
     def _observe(self, sample: Sample) -> None:
-        self.step = sample.step
+        self.step = self._trace.step = sample.step
         self.seen += 1
         self._history.add(sample)
         is_warm = any(
             hello.warmup_steps is not None and sample.step <= hello.warmup_steps for hello in self.ranks.values()
         )
         sample = dataclasses.replace(sample, is_quiet=is_warm or self.seen <= self._quiet_until_seen)
-        self._log.step_passed(sample)
+        skipped = self._log.step_passed(sample)
+        if skipped is not None:
+            self._trace.read_back(skipped)
+        self._closer.take(sample)
         try:
             findings = self._pipeline.observe(sample)
         except Exception:
@@ -189,15 +227,19 @@ class RunPilot:
             level = logging.ERROR if self.detector_errors == 1 else logging.DEBUG
             logger.log(level, "detectors failed at step %s of run %s", sample.step, self.run, exc_info=True)
             findings = []
-        for finding in findings:
-            finding = self._named(finding)
+        for finding in [*findings, *self._data.look(sample, self._ledger.records())]:
+            finding = self._closer.explained(self._named(finding), sample)
             self._evidence[finding.incident] = finding
             self.records.append(finding)
+            self._trace.found(finding)
             logger.info(
                 "run %s step %s: %s %s (%s) since step %s, %s",
                 self.run, finding.step, finding.severity, finding.detector, finding.cause, finding.onset_step,
                 finding.tensor or "whole run",
             )  # fmt: skip
+        if (inquiry := self._closer.inquiry(self.run, self.attempt, findings, seen=self.seen)) is not None:
+            self.replies.append(inquiry)
+        self.records += state_if_due(self, has_news=bool(findings))
         if findings:  # of closed incidents nobody asks any more
             known = {self._prefix + incident.id for incident in self._pipeline.open_incidents()}
             self._evidence = {name: finding for name, finding in self._evidence.items() if name in known}
@@ -212,6 +254,9 @@ class RunPilot:
         view = self._view()
         self._state, decisions = decide(self.policy, self._state, view)
         for decision in decisions:
+            self._trace.decided(decision, view)
+            if decision.kind == "note":
+                continue
             self._log.take(decision, view)
             if decision.kind == "apply" and decision.action != "skip_update":
                 self._send(decision, "apply", view)
@@ -222,6 +267,7 @@ class RunPilot:
         command = self._desk.issue(
             decision.action_id, verb, decision.action, dict(decision.params),
             step=view.step, seen=view.seen, attempt=self.attempt, ranks=frozenset(self.ranks),
+            because=because_of(decision.trouble),
         )  # fmt: skip
         if decision.action == "halt" and verb == "apply":
             self.halt_sent = str(decision.params.get("reason", "halted by policy"))
@@ -233,6 +279,7 @@ class RunPilot:
         if conclusion is None:
             return
         action_id = conclusion.action_id
+        self._trace.concluded(action_id, conclusion)
         view = self._view()
         if conclusion.command.verb == "revert":
             is_undone = conclusion.result == "applied"
@@ -248,21 +295,28 @@ class RunPilot:
             self._state = events.expired(self._state, action_id)
         else:
             self._state = events.failed(
-                self.policy, self._state, action_id, _failure(conclusion), was_applied=conclusion.readback == "failed"
+                self.policy, self._state, action_id, failure_of(conclusion), was_applied=conclusion.readback == "failed"
             )
 
     # A new timeline
 
     def _new_attempt(self, hello: Hello) -> None:
-        rollback = self._log.rollback_under_way()
+        rollback = self._log.rollback_under_way(self.attempt)
         self.attempt = hello.attempt
         self.step = hello.step
+        self._began_seen = self.seen
+        why = "goes on from a checkpoint" if rollback is None else f"rolled back by {rollback.id}"
+        self._trace.began(hello, self.policy, why)
         self._merger.restart(hello.step)
+        self._data.restarted(hello.attempt, hello.step)
         self._pipeline.reset("resume" if rollback is None else "rollback", step=hello.step)
         self._history.rewind(hello.step)
+        self._closer.rewind()
         self._evidence.clear()
         self._quiet_until_seen = self.seen + QUIET_STEPS
         waiting = [track.action_id for track in self._state.tracks if track.phase == "waiting"]
+        for action_id in waiting:
+            self._trace.expired(action_id, f"attempt {hello.attempt} began before anybody answered")
         self._log.expire(waiting, f"attempt {hello.attempt} began before anybody answered")
         self._state = events.rolled_back(self._state)
         onset = rollback.params.get("onset_step", hello.step + 1) if rollback is not None else hello.step + 1
@@ -272,6 +326,8 @@ class RunPilot:
 
     def _label(self, record: CheckpointRecord) -> None:
         self.records.append(record)
+        if record.label == "tainted":
+            self._trace.tainted(record)
         self.replies.append(
             LedgerUpdate(run=self.run, checkpoint=record.checkpoint, label=record.label, reason=record.reason)
         )
@@ -302,6 +358,7 @@ class RunPilot:
             tensors=self._tensors,
             losses=tuple(self._history.losses),
             learning_rates=tuple(self._history.learning_rates),
+            what_if=self._closer.comparisons,
             grad_norm_median=self._history.grad_norm_median(),
             num_skipped=self._history.num_skipped,
             params_nonfinite=self._history.params_nonfinite,
@@ -309,6 +366,10 @@ class RunPilot:
             is_busy=self._desk.current is not None,
             disarmed=disarmed,
             verdicts=self.verdicts,
+            people=self.people,
+            since_start=None if self._began_seen is None else self.seen - self._began_seen,
+            since_evaluation=None if self._evaluated_seen is None else self.seen - self._evaluated_seen,
+            clip_rate=self._history.clip_rate(),
         )
 
     def _who_is_missing(self) -> str:
@@ -329,28 +390,11 @@ class RunPilot:
         return msgspec.structs.replace(finding, id=self._prefix + finding.id, incident=self._prefix + finding.incident)
 
     def _collect(self) -> None:
-        self.records += self._log.changed()
+        self.records += [*self._trace.taken(), *self._log.changed()]
 
-    def _restore(self, restored: tuple[Stored, ...], *, is_same_process: bool) -> None:
+    def _restore(self, restored: tuple[Stored, ...], hello: Hello, *, is_same_process: bool) -> None:
         for record in restored:
             if isinstance(record, CheckpointRecord):
                 self._ledger.add(record)
         self._state = self._log.restore(self._state, restored, is_same_process=is_same_process)
-
-
-def _prefix(restored: tuple[Stored, ...]) -> str:
-    """What ids of findings and incidents begin with: earlier processes of the same run have used theirs already.
-
-    Not the term, which grows with commands only: a run that is observed has the same one after each restart.
-    """
-    if not restored:
-        return ""
-    heads = (record.id.partition("-") for record in restored if isinstance(record, Finding))
-    used = max((int(head) for head, dash, _ in heads if dash and head.isdigit()), default=0)
-    return f"{used + 1}-"
-
-
-def _failure(conclusion: Conclusion) -> str:
-    if conclusion.readback == "failed":
-        return f"{conclusion.command.action} was not in force when read back: {conclusion.detail}"
-    return f"{conclusion.command.action} {conclusion.result}: {conclusion.detail}"
+        recall(self, restored, hello, is_same_process=is_same_process)

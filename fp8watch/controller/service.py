@@ -15,8 +15,12 @@ import msgspec
 
 from fp8watch import wire
 from fp8watch.controller import markers
-from fp8watch.controller.run import Detecting, RunPilot
-from fp8watch.controller.store import Store
+from fp8watch.controller.detecting import Detecting
+from fp8watch.controller.inbox import Inbox
+from fp8watch.controller.recollection import stored_since
+from fp8watch.controller.run import RunPilot
+from fp8watch.controller.store import Approval, Store
+from fp8watch.controller.unseen import Patience, Predecessor, Unseen
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import BadInput
 from fp8watch.policy import load as load_policy
@@ -24,13 +28,16 @@ from fp8watch.policy.load import parse
 from fp8watch.policy.schema import Policy, lower_mode
 from fp8watch.records import (
     ActionRecord,
+    Arrival,
     CheckpointRecord,
+    Command,
     CommandResult,
     Evaluation,
     Finding,
     Goodbye,
     Hello,
     Layout,
+    LedgerUpdate,
     Message,
     Mode,
     Reply,
@@ -39,6 +46,8 @@ from fp8watch.records import (
     Stored,
     Welcome,
 )
+from fp8watch.security import KeyRing, Signer
+from fp8watch.security.approvals import verify as verify_approval
 
 logger = logging.getLogger(__name__)
 PRUNE_SECONDS = 60.0
@@ -49,11 +58,14 @@ RECORD_SECONDS = 2.0
 
 
 class _Run:
-    def __init__(self, pilot: RunPilot, record: RunRecord) -> None:
+    def __init__(self, pilot: RunPilot, record: RunRecord, inbox: Inbox) -> None:
         self.pilot = pilot
+        self.inbox = inbox
         self.record = record
         self.recorded_at = 0.0
         self.goodbyes: dict[int, Goodbye] = {}
+        self.patience = Patience()
+        self.predecessor = Predecessor()
         self.is_halted = False
 
 
@@ -71,11 +83,19 @@ class RunController:
         metrics_url: str = "",
         store_name: str = "",
         make_pipeline: Callable[[str], Detecting] = Pipeline,
+        signer: Signer | None = None,
+        approval_ring: KeyRing | None = None,
+        disarmed_by: Callable[[str], str] | None = None,
+        on_unseen: Callable[[str, str, int], None] | None = None,
     ) -> None:
+        """`signer` signs what makes ranks do something; `approval_ring` verifies people's verdicts (None: whoever can
+        write the store is believed). `disarmed_by` says why a run is disarmed in the place of the marker files.
+        `on_unseen` is told (run, reason, count) of frames that reached no detector."""
         self.store_errors: Counter[str] = Counter()
         """Run -> writes that failed."""
         self.ignored: Counter[str] = Counter()
         """Reason -> messages that could not be used."""
+        self.unseen = Unseen(on_unseen)
         self.metrics_url = metrics_url
         self.store_name = store_name
         self._store = store
@@ -84,9 +104,18 @@ class RunController:
         self._directory = directory
         self._max_mode = max_mode
         self._make_pipeline = make_pipeline
+        self._signer = signer or Signer(None)
+        self._approval_ring = approval_ring
+        self._disarmed_by = disarmed_by
         self._runs: dict[str, _Run] = {}
         self._pruned_at = clock()
         self._looked_at = 0.0
+
+    _pilot_class: type[RunPilot] = RunPilot
+
+    def _first_term(self, hello: Hello) -> int:
+        """Term of the first commands to a run that was not known here."""
+        return hello.journal_term + 1
 
     # The three entries
 
@@ -100,8 +129,14 @@ class RunController:
             return []
         pilot = run.pilot
         if isinstance(message, StepFrame):
-            pilot.frame(message)
-        elif isinstance(message, Layout):
+            frame = run.inbox.frame(message)
+            if frame is None:
+                self.ignored["repeated frame"] += 1
+                return []
+            pilot.frame(frame)
+            return self._flush(run)
+        run.inbox.message(message)
+        if isinstance(message, Layout):
             pilot.layout(message)
         elif isinstance(message, CheckpointRecord):
             pilot.checkpoint(message)
@@ -121,6 +156,7 @@ class RunController:
         run = self._runs.get(name)
         if run is None or rank not in run.pilot.ranks:
             return []
+        run.inbox.lost(rank)
         return self._gone(run, rank)
 
     def tick(self) -> list[Reply]:
@@ -129,15 +165,28 @@ class RunController:
         replies: list[Reply] = []
         if _is_due(now, self._looked_at, LOOK_SECONDS):
             self._looked_at = now
-            for run in self._runs.values():
-                self._look(run)
+            self.look()
         for run in self._runs.values():
+            self._go_on_without_the_late(run, now)
             replies += self._flush(run)
         if _is_due(now, self._pruned_at, PRUNE_SECONDS):
             self._pruned_at = now
             for name in self._runs:
                 self._guard(name, lambda name=name: self._store.prune(name))  # type: ignore[misc]
         return replies
+
+    def look(self) -> None:
+        """Look at once for disarm markers and people's verdicts, in all runs."""
+        for run in self._runs.values():
+            self._look(run)
+
+    def _go_on_without_the_late(self, run: _Run, now: float) -> None:
+        step, ranks = run.pilot.held_by()
+        if run.patience.ends(run.pilot.attempt, step, now):
+            logger.warning("run %s: step %s goes on without the frames of ranks %s", run.record.run, step, ranks)
+            for rank in ranks:
+                run.inbox.late(rank)
+                run.pilot.late(rank)
 
     def state(self, name: str) -> RunRecord | None:
         """The record of a run that is known here."""
@@ -149,9 +198,11 @@ class RunController:
     def _hello(self, hello: Hello) -> list[Reply]:
         run = self._runs.get(hello.run)
         if run is None or _is_started_anew(run, hello):
-            run = self._start(hello)
+            run = self._start(hello, run.inbox if run is not None else None)
             self._runs[hello.run] = run
+        run.inbox.message(hello)
         run.pilot.hello(hello)
+        self.unseen.add(hello.run, "missing", run.predecessor.lost(hello))
         run.goodbyes.pop(hello.rank, None)
         shown = hello if hello.rank == min(run.pilot.ranks) else run.record.hello
         self._change(run, hello=shown, state="halted" if run.is_halted else "running", reason=run.pilot.halt_sent)
@@ -165,15 +216,17 @@ class RunController:
         )
         return [welcome, *self._flush(run)]
 
-    def _start(self, hello: Hello) -> _Run:
+    def _start(self, hello: Hello, inbox: Inbox | None) -> _Run:
         now = self._clock()
-        known, restored = self._remembered(hello.run)
-        term = hello.journal_term + 1
-        pilot = RunPilot(
+        known, restored, predecessor = self._remembered(hello.run)
+        inbox = inbox or Inbox(hello.run, self._earlier(hello.run))
+        inbox.opened(self._max_mode, known.last_step if known is not None else 0)
+        term = self._first_term(hello)
+        pilot = self._pilot_class(
             hello,
             self._policy(hello),
             term=term,
-            clock=self._clock,
+            clock=inbox.now,
             pipeline=self._make_pipeline(hello.run),
             restored=restored,
             is_same_process=known is not None and _is_same_process(known.hello, hello),
@@ -182,24 +235,36 @@ class RunController:
         record = RunRecord(
             run=hello.run, state="running", hello=hello, started_unix=started, updated_unix=now, last_step=hello.step
         )
-        return _Run(pilot, record)
+        run = _Run(pilot, record, inbox)
+        run.predecessor = predecessor
+        return run
 
-    def _remembered(self, name: str) -> tuple[RunRecord | None, tuple[Stored, ...]]:
+    def _earlier(self, name: str) -> list[Arrival]:
+        try:
+            return list(self._store.read(name, Arrival))
+        except Exception:
+            self.store_errors[name] += 1
+            return []
+
+    def _remembered(self, name: str) -> tuple[RunRecord | None, tuple[Stored, ...], Predecessor]:
         try:
             known = next((record for record in self._store.runs() if record.run == name), None)
             if known is None:
-                return None, ()
+                return None, (), Predecessor()
             kept: list[Stored] = [
                 *self._store.read(name, CheckpointRecord),
                 *self._store.read(name, ActionRecord),
                 *self._store.read(name, Finding),
+                *stored_since(self._store, name),
             ]
+            # The record may lag by `RECORD_SECONDS`; what was stored since is little.
+            predecessor = Predecessor(self._store.read(name, StepFrame, first_step=known.last_step))
             # The run record itself makes it non-empty: an earlier process has used ids of this run.
-            return known, (known, *kept)
+            return known, (known, *kept), predecessor
         except Exception:
             self.store_errors[name] += 1
             logger.exception("cannot read what the store knows of run %s", name)
-            return None, ()
+            return None, (), Predecessor()
 
     def _policy(self, hello: Hello) -> Policy:
         try:
@@ -212,6 +277,7 @@ class RunController:
     def _gone(self, run: _Run, rank: int) -> list[Reply]:
         run.pilot.lost(rank)
         if not run.pilot.ranks:
+            run.pilot.nobody_left()
             goodbye = run.goodbyes.get(rank)
             if run.is_halted or run.pilot.halt_sent:
                 self._halted(run)
@@ -236,18 +302,36 @@ class RunController:
 
     def _look(self, run: _Run) -> None:
         name, pilot = run.record.run, run.pilot
-        if self._directory is not None:
-            try:
-                pilot.disarmed = markers.why_disarmed(self._directory, name)
-            except OSError as error:
-                # Not knowing whether somebody said stop is reason enough to stop.
-                pilot.disarmed = f"disarm markers cannot be read: {error}"
+        pilot.disarmed = self._why_disarmed(name)
+        run.inbox.disarmed(pilot.disarmed)
         if pilot.is_waiting:
             try:
-                pilot.verdicts = {item.action_id: item.verdict for item in self._store.approvals(name)}
+                approvals = self._genuine(self._store.approvals(name))
             except Exception:
                 self.store_errors[name] += 1
                 logger.exception("cannot read approvals of run %s", name)
+                return
+            run.inbox.approvals(approvals)
+            pilot.verdicts = {item.action_id: item.verdict for item in approvals}
+            pilot.people = {item.action_id: item.by for item in approvals}
+
+    def _why_disarmed(self, name: str) -> str:
+        if self._disarmed_by is not None:
+            return self._disarmed_by(name)
+        if self._directory is None:
+            return ""
+        try:
+            return markers.why_disarmed(self._directory, name)
+        except OSError as error:
+            # Not knowing whether somebody said stop is reason enough to stop.
+            return f"disarm markers cannot be read: {error}"
+
+    def _genuine(self, approvals: list[Approval]) -> list[Approval]:
+        genuine = [item for item in approvals if verify_approval(item, self._approval_ring)]
+        if len(genuine) < len(approvals):
+            self.ignored["forged approval"] += 1
+            logger.warning("%d approvals are not signed by a console and do not count", len(approvals) - len(genuine))
+        return genuine
 
     # The store
 
@@ -261,14 +345,24 @@ class RunController:
         pilot = run.pilot
         if pilot.step != run.record.last_step and _is_due(self._clock(), run.recorded_at, RECORD_SECONDS):
             self._change(run)
-        records, pilot.records = pilot.records, []
-        replies, pilot.replies = pilot.replies, []
+        for reason, count in pilot.take_unseen().items():
+            self.unseen.add(run.record.run, reason, count)
+        records, pilot.records = [*run.inbox.records, *pilot.records], []
+        run.inbox.records = []
+        replies, pilot.replies = [self._signed(reply) for reply in pilot.replies], []
         if records:
             self._guard(run.record.run, lambda: self._store.append(run.record.run, records))
         if self._listener is not None:
             for record in records:
                 self._listener(record)
         return replies
+
+    def _signed(self, reply: Reply) -> Reply:
+        if isinstance(reply, Command):
+            return self._signer.command(reply)
+        if isinstance(reply, LedgerUpdate):
+            return self._signer.ledger(msgspec.structs.replace(reply, issued_ns=int(self._clock() * 1e9)))
+        return reply
 
     def _guard(self, name: str, write: Callable[[], object]) -> None:
         try:

@@ -18,6 +18,7 @@ class Approval(Record, frozen=True, kw_only=True, tag="approval"):
     verdict: Literal["approve", "refuse"]
     by: str = ""
     time_unix: float = 0.0
+    signature: bytes = b""
 
 
 class Store(Protocol):

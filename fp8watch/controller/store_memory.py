@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from fp8watch.controller.identity import KINDS, key_of, step_of
 from fp8watch.controller.store import Approval, R
-from fp8watch.records import RunRecord, StepFrame, Stored
+from fp8watch.records import DetectorState, RunRecord, StepFrame, Stored
+
+MAX_FRAMES = 4096
+"""Frames of a run that are held at most where they are not wanted but for a restart: 64 steps of 64 ranks."""
 
 
 class MemoryStore:
@@ -27,11 +30,22 @@ class MemoryStore:
     def append(self, run: str, records: Iterable[Stored]) -> None:
         """Keep records; one with the key of an earlier one takes its place."""
         for record in records:
-            if isinstance(record, StepFrame) and not self._keep_frames:
-                continue
+            if isinstance(record, DetectorState) and not self._keep_frames:
+                self._drop_frames(run, record)
             self._count += 1
+            if isinstance(record, StepFrame) and not self._keep_frames:
+                held = self._records[run, KINDS[StepFrame]]
+                if len(held) >= MAX_FRAMES:
+                    del held[next(iter(held))]
             key = key_of(record)
             self._records[run, KINDS[type(record)]][f"#{self._count}" if key is None else key] = record
+
+    def _drop_frames(self, run: str, state: DetectorState) -> None:
+        """Frames that the state has seen; those since then are what a restart needs."""
+        held = self._records.get((run, KINDS[StepFrame]), {})
+        for key, frame in list(held.items()):
+            if isinstance(frame, StepFrame) and (frame.attempt, frame.step) <= (state.attempt, state.step):
+                del held[key]
 
     def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
         """Records of one kind in the order they were first written."""

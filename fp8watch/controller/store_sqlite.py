@@ -59,8 +59,7 @@ class SqliteStore:
         self._full_steps = full_steps
         self._limit_bytes = limit_bytes
         if read_only:
-            uri = f"{self.path.resolve().as_uri()}?mode=ro"
-            self._db = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)
+            self._db = self._open_to_read()
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(
@@ -71,6 +70,21 @@ class SqliteStore:
         except BaseException:
             self._db.close()
             raise
+
+    def _open_to_read(self) -> sqlite3.Connection:
+        """A reader needs the log's index beside the file. One who may not write there cannot make it, and has no need
+        of it once the log is empty: the run has ended."""
+        uri = f"{self.path.resolve().as_uri()}?mode=ro"
+        database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)
+        try:
+            database.execute("PRAGMA user_version")
+        except sqlite3.OperationalError:
+            database.close()
+            log = Path(f"{self.path}-wal")
+            if log.exists() and log.stat().st_size > 0:
+                raise
+            database = sqlite3.connect(f"{uri}&immutable=1", uri=True, isolation_level=None)
+        return database
 
     def _prepare(self, *, read_only: bool) -> None:
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])

@@ -10,7 +10,7 @@ import typer
 
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput
 from fp8watch.policy.load import load
-from fp8watch.replay.run import replay
+from fp8watch.replay.run import Assumptions, replay
 
 
 class OutFormat(StrEnum):
@@ -20,12 +20,34 @@ class OutFormat(StrEnum):
     TABLE = "table"
 
 
+class Outcome(StrEnum):
+    """What is assumed of remedies that a recording could not answer to."""
+
+    HELPED = "helped"
+    NOTHING = "nothing"
+
+
+AssumeOption = Annotated[
+    Outcome, typer.Option(help="What is assumed of remedies: each works at once, or none does anything.")
+]
+CheckpointOption = Annotated[
+    int, typer.Option(min=0, help="Steps between checkpoints, of logs that do not say when they saved. 0: none.")
+]
+WarmupOption = Annotated[int | None, typer.Option(min=0, help="Steps of warm-up, of logs that do not say.")]
+
+
 def command(
-    paths: Annotated[list[Path], typer.Argument(help="Logs, event folders or stores.", metavar="PATH...")],
-    policy: Annotated[str | None, typer.Option(help="Policy file or name: also print what it would propose.")] = None,
+    paths: Annotated[list[Path], typer.Argument(help="Logs, event folders, stores or bundles.", metavar="PATH...")],
+    policy: Annotated[str | None, typer.Option(help="Policy file or name: also print what it would do.")] = None,
     out_format: Annotated[OutFormat, typer.Option("--format", help="One JSON object a line, or a table.")] = (
         OutFormat.TABLE
     ),
+    assume: AssumeOption = Outcome.HELPED,
+    checkpoint_every: CheckpointOption = 0,
+    warmup_steps: WarmupOption = None,
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="The decision log of fp8watch's own runs, as its replay writes it.")
+    ] = False,
 ) -> None:
     """Run the detectors over recorded runs: what would have been found, when, and why."""
     try:
@@ -34,6 +56,11 @@ def command(
         for problem in error.problems:
             typer.echo(problem, err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from error
-    code = replay(paths, chosen, out_format.value)
+    assumptions = Assumptions(
+        outcome=assume.value,
+        checkpoint_every=checkpoint_every,
+        warmup_steps=warmup_steps,
+    )
+    code = replay(paths, chosen, out_format.value, assumptions=assumptions, decisions=decisions)
     if code:
         raise typer.Exit(code)

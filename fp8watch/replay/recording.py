@@ -1,13 +1,40 @@
-"""A recorded run, whatever wrote it: a name and its steps in order."""
+"""A recorded run, whatever wrote it: a name, its steps in order, and what else is known of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from fp8watch.detect.base import Sample
+from fp8watch.policy.view import Trouble
+from fp8watch.records import CheckpointRecord, Finding, TraceEntry
 
 FILTERED_NOTE = "log source: the trainer may have repaired or averaged non-finite values before logging them"
+
+
+@dataclass(slots=True, kw_only=True)
+class Facts:
+    """What a recording says beside its steps; its reader keeps it up to date while they are iterated."""
+
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Action -> why the run could not do it. A log says nothing, and nothing is ruled out then."""
+    warmup_steps: int | None = None
+    saved: list[CheckpointRecord] = field(default_factory=list)
+    """Checkpoints that were saved since somebody took them out of here."""
+    policy: str | None = None
+    """Text of the policy that the run was under; None: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One step as the detectors saw it."""
+
+    sample: Sample
+    findings: list[Finding]
+    troubles: Callable[[], tuple[Trouble, ...]]
+    """The open incidents after this step, asked for at once or never."""
+    trace: list[TraceEntry] = field(default_factory=list)
+    """What the live controller wrote into its decision log, of a run of our own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +43,13 @@ class Recording:
 
     run: str
     source: str
-    """Which reader made it: csv, trainer_state, megatron, torchtitan, tensorboard, fp8watch."""
+    """Which reader made it: csv, trainer_state, megatron, torchtitan, nemo, wandb, tensorboard, fp8watch, bundle."""
     samples: Iterator[Sample]
     may_be_filtered: bool = True
     """The values come from a log, not from the tensors (a trainer may log the mean instead of a NaN)."""
+    facts: Facts = field(default_factory=Facts)
+    steps: Callable[[], Iterator[Seen]] | None = None
+    """Of runs that fp8watch recorded: the same steps through the live controller's own code."""
 
 
 class Attempts:

@@ -1,4 +1,4 @@
-"""Recorded runs through the live detectors, step by step, without looking ahead.
+"""Recorded runs through the live detectors, step by step, without looking ahead; and what a policy would have done.
 
 What is printed for a prefix of a run is a prefix of what is printed for the run: a line is written in the step in
 which it becomes known and never taken back.
@@ -7,27 +7,37 @@ which it becomes known and never taken back.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TextIO
 
-import msgspec
-from rich.console import Console
-from rich.table import Table
-
-from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput, MissingDependency
 from fp8watch.policy.schema import Policy
-from fp8watch.records import Finding
-from fp8watch.replay.proposals import Proposals
+from fp8watch.replay.detected import detected
+from fp8watch.replay.printing import Format, Printer, as_json, printer
 from fp8watch.replay.readers import open_path
+from fp8watch.replay.recorded import Recorded, is_under
 from fp8watch.replay.recording import FILTERED_NOTE, Recording
+from fp8watch.replay.rehearsal import Assume, Rehearsal
 
-Format = Literal["jsonl", "table"]
-_COLUMNS = ("run", "step", "onset_step", "detector", "severity", "cause")
-"""Of a table; what and why come last."""
-_WIDTH = 140
-"""Of a table that is not written to a terminal."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What a recording does not say and a rehearsal needs."""
+
+    outcome: Assume = "helped"
+    """Whether remedies help."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints, of a log that does not speak of them; 0: there were none."""
+    warmup_steps: int | None = None
+
+    def rehearsal(self, recording: Recording, policy: Policy) -> Rehearsal:
+        """A rehearsal of a policy under them."""
+        return Rehearsal(
+            recording.run, policy, facts=recording.facts, assume=self.outcome,
+            checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps,
+        )  # fmt: skip
 
 
 def replay(
@@ -37,13 +47,32 @@ def replay(
     *,
     out: TextIO | None = None,
     err: TextIO | None = None,
+    assumptions: Assumptions | None = None,
+    decisions: bool = False,
 ) -> int:
     """Replay every run at these paths; the exit code: 0, or 2 when some input was bad (all of it is named on `err`).
 
-    What was found before a bad row is printed, and the other paths are still read.
+    What was found before a bad row is printed, and the other paths are still read. With `decisions` the decision log
+    is printed instead, of runs that fp8watch recorded.
     """
     out, err = out or sys.stdout, err or sys.stderr
-    printer: _Lines | _Rows = _Lines(out) if out_format == "jsonl" else _Rows(out)
+    lines = printer(out_format, out)
+
+    def one(recording: Recording) -> None:
+        if decisions:
+            _decisions_of(recording, lines)
+        else:
+            _replay_one(recording, policy, lines, err, assumptions or Assumptions())
+
+    problems = each(paths, one)
+    lines.close()
+    for problem in problems:
+        err.write(problem + "\n")
+    return EXIT_BAD_INPUT if problems else 0
+
+
+def each(paths: Sequence[Path], one: Callable[[Recording], None]) -> list[str]:
+    """Do something with every run at these paths; what was wrong with the input."""
     problems: list[str] = []
     for path in paths:
         try:
@@ -56,93 +85,37 @@ def replay(
             continue
         for recording in recordings:
             try:
-                _replay_one(recording, policy, printer, err)
+                one(recording)
             except BadInput as error:
                 problems += error.problems
             except OSError as error:
                 problems.append(f"{path}:1: path: {error}")
-    printer.close()
-    for problem in problems:
-        err.write(problem + "\n")
-    return EXIT_BAD_INPUT if problems else 0
+    return problems
 
 
-def _replay_one(recording: Recording, policy: Policy | None, printer: _Lines | _Rows, err: TextIO) -> None:
-    pipeline = Pipeline(recording.run)
-    proposals = Proposals(recording.run, policy) if policy is not None else None
+def _replay_one(
+    recording: Recording, policy: Policy | None, lines: Printer, err: TextIO, assumptions: Assumptions
+) -> None:
     if recording.may_be_filtered:
         err.write(f"{recording.run}: {FILTERED_NOTE}\n")
-    for sample in recording.samples:
-        for finding in pipeline.observe(sample):
-            printer.finding(as_json(finding, recording))
-        for action in proposals.observe(sample, pipeline) if proposals is not None else ():
-            printer.action(action)
+    follower: Rehearsal | Recorded | None = None
+    if policy is not None:
+        # Under its own policy nothing needs to be assumed: what it did is known.
+        follower = Recorded(recording.run) if is_under(recording, policy) else assumptions.rehearsal(recording, policy)
+    for seen in detected(recording):
+        for finding in seen.findings:
+            lines.finding(as_json(finding, recording))
+        if follower is not None:
+            for row in follower.observe(seen):
+                lines.action(row)
+    if follower is not None:
+        lines.summary({"run": recording.run, "summary": follower.cost()})
 
 
-def as_json(finding: Finding, recording: Recording) -> dict[str, Any]:
-    """The finding as replay prints it: the keys of the contract, and the incident that ties its lines together."""
-    evidence = dict(finding.evidence)
-    if recording.may_be_filtered:
-        evidence["series"] = "may be filtered"
-    return {
-        "run": finding.run,
-        "step": finding.step,
-        "onset_step": finding.onset_step,
-        "detector": finding.detector,
-        "severity": finding.severity,
-        "cause": finding.cause,
-        "tensor": finding.tensor,
-        "layer": finding.layer,
-        "rank": finding.rank,
-        "evidence": evidence,
-        "incident": finding.incident,
-    }
-
-
-class _Lines:
-    """JSON, one object a line, each written as soon as it is known."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-
-    def finding(self, row: dict[str, Any]) -> None:
-        self._out.write(msgspec.json.encode(row).decode() + "\n")
-
-    def action(self, row: dict[str, Any]) -> None:
-        self.finding(row)
-
-    def close(self) -> None:
-        self._out.flush()
-
-
-class _Rows:
-    """A table for people, at the end."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._console = Console(file=out, width=None if out.isatty() else _WIDTH)
-        self._table = Table()
-        for column in _COLUMNS:
-            self._table.add_column(column.removesuffix("_step"), no_wrap=True)
-        self._table.add_column("where and why", overflow="fold")
-
-    def finding(self, row: dict[str, Any]) -> None:
-        reasons = "; ".join(row["evidence"].get("for", [])) or _brief(row["evidence"])
-        where = [row["tensor"], None if row["rank"] is None else f"rank {row['rank']}", reasons]
-        self._table.add_row(*(str(row[c]) for c in _COLUMNS), ": ".join(part for part in where if part))
-
-    def action(self, row: dict[str, Any]) -> None:
-        words = f"{row['action']} {row['params']} ({row['rule']}): {row['reason']}"
-        self._table.add_row(str(row["run"]), str(row["step"]), "", "proposal", "", "", words)
-
-    def close(self) -> None:
-        if self._table.row_count:
-            self._console.print(self._table)
-        else:
-            self._console.print("no findings")
-
-
-def _brief(evidence: dict[str, Any]) -> str:
-    plain = {key: value for key, value in evidence.items() if isinstance(value, (int, float, str))}
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items()
-    )
+def _decisions_of(recording: Recording, lines: Printer) -> None:
+    if recording.steps is None:
+        reason = "no run of fp8watch's own, or one recorded without a journal: there is no decision log to replay"
+        raise BadInput([f"{recording.run}:1: decisions: {reason}"])
+    for seen in recording.steps():
+        for entry in seen.trace:
+            lines.decision(entry)

@@ -115,13 +115,14 @@ class Box:
         layers: Iterable[str] = (),
         store: Any = None,
         lag: int = 1,
+        security: dict[str, Any] | None = None,
     ) -> None:
         self.rank = Rank()
         self.now = 1000.0
         self.store = MemoryStore() if store is None else store
         self.pipeline = ScriptedPipeline(script, onsets) if script is not None else None
         extra: dict[str, Any] = {} if self.pipeline is None else {"make_pipeline": lambda run: self.pipeline}
-        self.controller = RunController(self.store, clock=lambda: self.now, **extra)
+        self.controller = RunController(self.store, clock=lambda: self.now, **extra, **(security or {}))
         self._numbers = numbers
         self._checkpoint_steps = set(checkpoint_steps)
         self._saved: set[str] = set()
@@ -228,7 +229,7 @@ class Box:
             if rank.step in self._checkpoint_steps:
                 record = CheckpointRecord(
                     run="r", attempt=rank.attempt, checkpoint=f"a{rank.attempt}-s{rank.step}", step=rank.step,
-                    path=f"/c/{rank.step}", label="pending", has_data_position=True,
+                    path=f"/c/{rank.step}", label="candidate", has_data_position=True,
                 )  # fmt: skip
                 self._route(self.controller.receive(record))
             self._route(self.controller.tick())

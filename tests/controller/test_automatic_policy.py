@@ -60,6 +60,20 @@ def test_precision_is_never_touched_for_a_faulty_device() -> None:
     assert box.actions("rollback")[0].params["checkpoint_step"] == 150
 
 
+@pytest.mark.parametrize(("at", "first"), [(52, "rollback"), (57, "rollback"), (40, "halt")])
+def test_a_faulty_device_early_on_is_no_reason_to_stop_while_there_is_something_to_go_back_to(
+    at: int, first: str
+) -> None:
+    """The one checkpoint was saved a few steps before the onset: too few for it ever to be called good."""
+    box = scene(("amax_jump", "hardware", ("a",)), at=at)
+    box.run(at + 5)
+    assert [action for _, _, action in box.commanded()] == [first]
+    if first == "rollback":
+        (record,) = box.actions("rollback")
+        assert record.params["checkpoint_step"] == 50
+        assert "candidate (none is known to be good)" in record.reason
+
+
 @pytest.mark.parametrize(("at", "first"), [(20, "rewarm"), (60, "rewarm"), (200, None)])
 def test_trouble_near_the_warm_up_lowers_the_rate_and_lets_it_rise_again(at: int, first: str | None) -> None:
     box = scene(("loss_spike", "unknown", ()), at=at)

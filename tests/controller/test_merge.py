@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8watch import columns
-from fp8watch.controller.merge import Merger
+from fp8watch.controller.merge import MAX_HELD_STEPS, Merger
+from fp8watch.detect.base import Sample
 from fp8watch.records import Layout, StepFrame, TensorColumn
 
 
@@ -69,6 +73,17 @@ def test_columns_are_matched_by_module_and_not_by_position() -> None:
     assert sample.rank_of_extreme["amax"] == 1
 
 
+def test_rank_of_an_amax_that_all_ranks_share_is_told_by_what_each_had() -> None:
+    made = merger(layout(0, "a"), layout(1, "a"))
+    for rank, own in ((0, 9.0), (1, 2.0)):
+        shared = frame(rank, amax=[9.0])
+        local = columns.pack(np.array([own]), "f4")
+        found = made.frame(msgspec.structs.replace(shared, columns=shared.columns | {"amax_local": local}))
+    (sample,) = found
+    assert sample.rank_of_extreme["amax"] == 0
+    assert sample.values["amax_local"].tolist() == [9.0]
+
+
 def test_what_no_rank_observed_stays_unobserved() -> None:
     made = merger(layout(0, "a", "b"), layout(1, "a", "b"))
     made.frame(frame(0, amax=[1.0, 9.0], valid=[True, False]))
@@ -84,10 +99,91 @@ def test_a_frame_without_its_layout_gives_its_scalars() -> None:
     assert sample.values == {}
 
 
-def test_steps_come_once_and_in_order_and_do_not_wait_for_ever() -> None:
+def test_steps_come_once_and_in_order() -> None:
     made = merger(layout(0), layout(1))
-    steps = [sample.step for step in range(1, 9) for sample in made.frame(frame(0, step))]
-    assert steps == [1, 2, 3, 4], "rank 1 is silent: a step is closed when it is four behind"
-    assert made.frame(frame(1, 2)) == []
+    assert [made.frame(frame(0, step)) for step in (1, 2)] == [[], []]
+    assert made.frame(frame(0, 2)) == []
     assert made.duplicates == 1
-    assert [sample.step for sample in made.without(1)] == [5, 6, 7, 8]
+    assert steps(made.frame(frame(1, 1))) == [1]
+    assert steps(made.frame(frame(1, 2))) == [2]
+    assert not made.unseen
+
+
+def test_a_rank_that_connects_late_brings_what_has_waited() -> None:
+    """However far the other is ahead by then (in steps of a few milliseconds a start-up is hundreds of them)."""
+    made = merger(layout(0), layout(1))
+    made.join(0, 0)
+    assert [made.frame(frame(0, step, loss=1.0)) for step in range(1, 200)] == [[]] * 199
+    made.join(1, 0)
+    found = [sample for step in range(1, 200) for sample in made.frame(frame(1, step, loss=3.0))]
+    assert steps(found) == list(range(1, 200))
+    assert {sample.scalars["loss"] for sample in found} == {2.0}
+    assert not made.unseen
+
+
+def test_an_attempt_begins_with_the_rank_that_is_furthest_back() -> None:
+    """Ranks come back after a restart of the process that watches them, one with more in its queue than the other."""
+    made = merger(layout(0), layout(1))
+    made.restart(101)
+    made.join(1, 101)
+    made.join(0, 99)
+    assert steps(made.frame(frame(0, 100))) == [100], "rank 1 is through with it: its frame will not come"
+    assert steps(made.frame(frame(0, 101))) == [101]
+    assert made.frame(frame(0, 102)) == []
+    assert steps(made.frame(frame(1, 102))) == [102]
+    assert not made.unseen
+
+
+def test_a_frame_that_was_lost_holds_nothing_up_and_is_counted() -> None:
+    made = merger(layout(0), layout(1))
+    for rank in (0, 1):
+        made.frame(frame(rank, 1))
+    for step in (2, 3, 4):
+        made.frame(frame(0, step))
+    assert steps(made.frame(frame(1, 4))) == [2, 3, 4]
+    assert made.unseen == {"missing": 2}
+
+
+def test_a_silent_rank_is_waited_for_until_it_is_given_up() -> None:
+    made = merger(layout(0), layout(1))
+    for step in range(1, 9):
+        assert made.frame(frame(0, step)) == []
+    assert made.held_by(range(2)) == (None, []), "so many may be in flight"
+    made.frame(frame(0, 9))
+    assert made.held_by(range(2)) == (1, [1])
+    assert steps(made.leave(1)) == list(range(1, 10))
+    assert steps(made.frame(frame(0, 10))) == [10], "given up: nothing waits for it any more"
+    made.frame(frame(1, 5))
+    assert made.unseen == {"missing": 4, "late": 1}
+    assert made.frame(frame(0, 11)) == [], "it lives: waited for again"
+    assert steps([sample for step in range(6, 12) for sample in made.frame(frame(1, step))]) == [11]
+    assert made.unseen == {"missing": 4, "late": 6}
+
+
+def test_what_is_held_back_is_bounded() -> None:
+    made = merger(layout(0), layout(1))
+    found = [sample for step in range(1, 301) for sample in made.frame(frame(0, step))]
+    assert steps(found) == list(range(1, 301 - MAX_HELD_STEPS))
+    assert steps(made.flush()) == list(range(301 - MAX_HELD_STEPS, 301))
+
+
+@given(st.data())
+def test_every_frame_that_comes_is_in_a_sample_or_counted(data: st.DataObject) -> None:
+    """Ranks in any interleaving, with frames lost on the way: steps stay in order, and the sums agree."""
+    num_ranks, num_steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
+    sent = {rank: sorted(data.draw(st.sets(st.integers(1, num_steps), min_size=1))) for rank in range(num_ranks)}
+    made = merger(*(layout(rank) for rank in range(num_ranks)))
+    left = {rank: list(numbers) for rank, numbers in sent.items()}
+    found = []
+    while any(left.values()):
+        rank = data.draw(st.sampled_from([rank for rank, numbers in left.items() if numbers]))
+        found += made.frame(frame(rank, left[rank].pop(0), tokens=1.0))
+    found += made.flush()
+    assert steps(found) == sorted(set(steps(found)))
+    held = sum(sample.num_ranks for sample in found)
+    assert held + made.unseen["late"] == sum(len(numbers) for numbers in sent.values())
+    assert made.unseen["missing"] == sum(numbers[-1] - len(numbers) for numbers in sent.values())
+
+
+def steps(samples: list[Sample]) -> list[int]:
+    return [sample.step for sample in samples]

@@ -8,7 +8,7 @@ from controller_sim import ScriptedPipeline
 
 from fp8watch.controller.service import RunController
 from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.records import ACTIONS, ActionRecord, Command, CommandResult, Goodbye, Hello, Reply, StepFrame
+from fp8watch.records import ACTIONS, ActionRecord, Arrival, Command, CommandResult, Goodbye, Hello, Reply, StepFrame
 
 POLICY = """
 version: 1
@@ -27,7 +27,8 @@ class Job:
         self.ranks, self.terms = ranks, terms or {}
         self.store = MemoryStore()
         pipeline = ScriptedPipeline(lambda sample: [("loss_spike", "unknown", ())] if sample.step >= 5 else [], None)
-        self.controller = RunController(self.store, clock=lambda: 1.0, make_pipeline=lambda run: pipeline)
+        self.now = 1.0
+        self.controller = RunController(self.store, clock=lambda: self.now, make_pipeline=lambda run: pipeline)
         self.commands: list[Command] = []
         self.step = 0
 
@@ -51,6 +52,12 @@ class Job:
                     scalars={"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3},
                 )  # fmt: skip
                 self.take(self.controller.receive(frame))
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.take(self.controller.tick())
+            self.now += 1.0
+        self.take(self.controller.tick())
 
     def answer(self, rank: int, **fields: Any) -> None:
         command = self.commands[-1]
@@ -117,8 +124,27 @@ def test_nothing_is_commanded_while_a_rank_is_missing():
     run = Job(2)
     run.hello(0)
     run.steps(12, ranks=[0])
+    assert not list(run.store.read("r", ActionRecord)), "the other may still be on its way"
+    run.wait(6)
+    run.steps(1, ranks=[0])
     assert run.commands == []
     assert "1 of 2 ranks are connected" in list(run.store.read("r", ActionRecord))[-1].reason
+
+
+def test_a_rank_that_falls_silent_is_gone_on_without_and_taken_in_again():
+    run = job()
+    run.steps(3)
+    run.steps(12, ranks=[0])
+    assert run.controller.state("r").last_step < 5
+    run.wait(6)
+    assert run.commands, "what the others show is acted on"
+    (noted,) = [item for item in run.store.read("r", Arrival) if item.kind == "late"]
+    assert noted.key == "1", "a replay has to know of it"
+    run.step = 3
+    run.steps(12, ranks=[1])
+    assert run.controller.unseen.counts["r"] == {"late": 12}, "and what came too late is counted"
+    run.steps(1)
+    assert not run.controller.unseen.counts["r"]["missing"]
 
 
 def test_the_term_is_above_what_any_rank_has_begun():

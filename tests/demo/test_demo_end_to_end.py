@@ -13,12 +13,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from fp8watch import wire
 from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.demo.cli import demo
 from fp8watch.demo.plan import make_plan
 from fp8watch.demo.processes import TrainingProcess
 from fp8watch.demo.runner import Progress, TrainingFailed, run_plan
 from fp8watch.records import Finding
+from fp8watch.replay.reenact import Reenactment, stored_trace
 from fp8watch.transport import endpoint
 
 app = typer.Typer()
@@ -58,6 +60,11 @@ def test_a_frozen_scale_is_found_and_repaired() -> None:
     assert not is_alive(place.pid)
     store = SqliteStore(found["store"], read_only=True)
     assert len(list(store.read(found["run"], Finding))) == len(found["findings"])
+    # A replay from the store decides the same, to the byte.
+    live = [wire.pack(entry) for entry in stored_trace(store, found["run"])]
+    again = [wire.pack(entry) for seen in Reenactment(store, found["run"]).steps() for entry in seen.trace]
+    assert len(live) >= 4
+    assert again == live
     store.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fp8watch.controller.merge import Merger
@@ -12,7 +12,8 @@ from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
 from fp8watch.records import Layout, RunRecord, StepFrame
-from fp8watch.replay.recording import Recording
+from fp8watch.replay.recording import Facts, Recording, Seen
+from fp8watch.replay.reenact import Reenactment, has_journal
 
 MAGIC = b"SQLite format 3\x00"
 
@@ -25,29 +26,49 @@ def is_store(path: Path) -> bool:
 
 def read(path: Path) -> list[Recording]:
     """Every run in a store file. Raises `BadInput` for a file that is no store of ours."""
+    with _opened(path) as store:
+        return [_recording(path, run, is_exact=has_journal(store, run.run)) for run in store.runs()]
+
+
+def _recording(path: Path, run: RunRecord, *, is_exact: bool) -> Recording:
+    facts = Facts(warmup_steps=run.hello.warmup_steps, policy=run.hello.policy)
+    return Recording(
+        run=run.run, source="fp8watch", samples=_samples(path, run), may_be_filtered=False, facts=facts,
+        steps=_steps(path, run.run, facts) if is_exact else None,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[SqliteStore]:
     try:
-        store = SqliteStore(path, read_only=True)
-        with contextlib.closing(store):
-            runs = store.runs()
+        with contextlib.closing(SqliteStore(path, read_only=True)) as store:
+            yield store
     except sqlite3.Error as error:
         raise BadInput([f"{path}:1: store: {error}"]) from error
-    return [
-        Recording(run=run.run, source="fp8watch", samples=_samples(path, run), may_be_filtered=False) for run in runs
-    ]
+
+
+def _steps(path: Path, run: str, facts: Facts) -> Callable[[], Iterator[Seen]]:
+    def steps() -> Iterator[Seen]:
+        with _opened(path) as store:
+            yield from Reenactment(store, run, facts).steps()
+
+    return steps
 
 
 def _samples(path: Path, run: RunRecord) -> Iterator[Sample]:
-    with contextlib.closing(SqliteStore(path, read_only=True)) as store:
+    """The frames alone, in the order in which they were written (stores without a journal)."""
+    with _opened(path) as store:
         layouts = sorted(store.read(run.run, Layout), key=lambda layout: layout.attempt)
-        frames = sorted(store.read(run.run, StepFrame), key=lambda frame: (frame.attempt, frame.step, frame.rank))
-    merger = Merger(num_ranks=max(1, len({frame.rank for frame in frames})))
-    attempt: int | None = None
-    for frame in frames:
-        if frame.attempt != attempt:
-            attempt = frame.attempt
-            merger.restart(frame.step - 1)
-            for layout in layouts:
-                if layout.attempt <= attempt:
-                    merger.layout(layout)
-        yield from merger.frame(frame)
-    yield from merger.without(1)
+        merger = Merger(num_ranks=max(1, run.hello.world_size))
+        attempt: int | None = None
+        for frame in store.read(run.run, StepFrame):
+            if attempt is None or frame.attempt > attempt:
+                yield from merger.flush()
+                attempt = frame.attempt
+                merger.restart(frame.step - 1)
+                for layout in layouts:
+                    if layout.attempt <= attempt:
+                        merger.layout(layout)
+            if frame.attempt == attempt:
+                yield from merger.frame(frame)
+        yield from merger.flush()

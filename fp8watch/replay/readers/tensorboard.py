@@ -1,4 +1,9 @@
-"""TensorBoard event files, through the `tensorboard` package where it is installed."""
+"""TensorBoard event files, through the `tensorboard` package where it is installed: event by event, not all at once.
+
+Writers give the scalars of a step one after the other, so a step is held until enough later ones have come. A tag
+whose step does not grow means that the run went back; several files in a folder are one run, in the order of their
+names, which begin with the time.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +14,83 @@ from typing import Any
 
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput, MissingDependency
-from fp8watch.replay.readers.csv_log import ALIASES
+from fp8watch.replay.readers.names import NAMES
 from fp8watch.replay.recording import Attempts, Recording
+
+HELD_STEPS = 16
+"""Newest steps that may still get a scalar."""
 
 
 def read(path: Path) -> Recording:
     """The run in a folder of event files, or in one of them. Raises `MissingDependency`."""
     try:
-        events: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+        loader: Any = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
     except ImportError as error:
         raise MissingDependency("tensorboard", "replay") from error
-    accumulator = events.EventAccumulator(str(path), size_guidance={events.SCALARS: 0})
     folder = path if path.is_dir() else path.parent
-    return Recording(run=folder.resolve().name, source="tensorboard", samples=_samples(path, accumulator))
+    files = sorted(path.glob("*tfevents*")) if path.is_dir() else [path]
+    return Recording(run=folder.resolve().name, source="tensorboard", samples=_samples(path, files, loader))
 
 
-def _samples(path: Path, accumulator: Any) -> Iterator[Sample]:
-    accumulator.Reload()
-    tags = accumulator.Tags()["scalars"]
-    lower = {tag.lower(): tag for tag in tags}
-    merged: dict[int, dict[str, float]] = {}
-    order: list[int] = []
-    for key, names in ALIASES.items():
-        tag = next((lower[name] for name in names if name in lower), None)
-        if key == "step" or tag is None:
-            continue
-        for event in accumulator.Scalars(tag):
-            if event.step not in merged:
-                merged[event.step] = {}
-                order.append(event.step)
-            merged[event.step][key] = float(event.value)
-    if not any("loss" in scalars for scalars in merged.values()):
-        raise BadInput([f"{path}:1: loss: no such scalar; there are: {', '.join(sorted(tags)) or 'none'}"])
+def _samples(path: Path, files: list[Path], loader: Any) -> Iterator[Sample]:
     attempts = Attempts()
-    for step in sorted(order):
-        yield attempts.sample(step, merged[step])
+    tags: set[str] = set()
+    has_loss = False
+    newest: dict[str, int] = {}
+    held: dict[int, dict[str, float]] = {}
+    given = -1
+    for step, tag, value in _scalars(files, loader):
+        tags.add(tag)
+        key = NAMES.get(tag.lower())
+        if key is None or key == "step":
+            continue
+        has_loss = has_loss or key == "loss"
+        if step <= newest.get(key, -1):
+            for earlier in sorted(held):
+                yield attempts.sample(earlier, held[earlier])
+            held.clear()
+            newest.clear()
+            given = -1
+        newest[key] = step
+        if step <= given:
+            continue  # came too late to be put to its step
+        held.setdefault(step, {})[key] = value
+        if len(held) > HELD_STEPS:
+            given = min(held)
+            yield attempts.sample(given, held.pop(given))
+    if not has_loss:
+        raise BadInput([f"{path}:1: loss: no such scalar; there are: {', '.join(sorted(tags)) or 'none'}"])
+    for earlier in sorted(held):
+        yield attempts.sample(earlier, held[earlier])
+
+
+def _scalars(files: list[Path], loader: Any) -> Iterator[tuple[int, str, float]]:
+    for file in files:
+        try:
+            # The last record of a run that still writes may be cut off; the loader ends there without a word.
+            for event in loader.LegacyEventFileLoader(str(file)).Load():
+                for value in event.summary.value:
+                    number = _number(value)
+                    if number is not None:
+                        yield int(event.step), str(value.tag), number
+        except BadInput:
+            raise
+        except Exception as error:  # whatever the package raises over a damaged file, protobuf errors included
+            raise BadInput([f"{file}:1: events: {type(error).__name__}: {error}"]) from error
+
+
+def _number(value: Any) -> float | None:
+    """A scalar summary's value, of old and new writers; None for histograms, images and text."""
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    if value.HasField("tensor") and value.tensor.dtype in (1, 2):  # DT_FLOAT, DT_DOUBLE
+        numbers = value.tensor.float_val or value.tensor.double_val
+        if len(numbers) == 1:
+            return float(numbers[0])
+        if len(value.tensor.tensor_content) in (4, 8):
+            return float(_tensor_util().make_ndarray(value.tensor).reshape(-1)[0])
+    return None
+
+
+def _tensor_util() -> Any:
+    return importlib.import_module("tensorboard.util.tensor_util")

@@ -1,8 +1,9 @@
-"""Text logs of Megatron-LM and torchtitan: one line a logged step among many others.
+"""Text logs of Megatron-LM, torchtitan and NeMo: one line a logged step among many others.
 
 Megatron:   ` iteration  10/ 500 | ... | learning rate: 1.5E-04 | lm loss: 1.034E+01 | ... | grad norm: 2.3 |`
 torchtitan: `... step: 10  loss:  7.8012  grad_norm:  1.2345  memory: ...` (colour codes are taken off)
-Lines that are neither are passed over; a line that is one but whose number does not parse is a bad row.
+NeMo:       `Training epoch 0, iteration 9/99 | lr: 1.4e-05 | global_step: 9 | reduced_train_loss: 10.9 | ...`
+Lines that are none of these are passed over; a line that is one but whose number does not parse is a bad row.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from pathlib import Path
 
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
+from fp8watch.replay.lines import lines
 from fp8watch.replay.recording import Attempts, Recording
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MEGATRON_STEP = re.compile(r"(?:^|\s)iteration\s+(\d+)\s*/\s*\d+\s*\|")
 _TITAN_STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:")
+_NEMO_STEP = re.compile(r"\bglobal_step:\s*(\d+)\s*\|[^\n]{0,400}?\breduced_train_loss:")
 _VALUE = r"([^\s|]+)"
+MAX_DIGITS = 18
+"""Of a step."""
 MEGATRON_FIELDS = {
     "loss": re.compile(r"\|\s*(?:lm loss|loss)\s*:\s*" + _VALUE),
     "grad_norm": re.compile(r"\|\s*grad norm\s*:\s*" + _VALUE),
@@ -31,14 +36,22 @@ TITAN_FIELDS = {
     "grad_norm": re.compile(r"\bgrad_norm:\s*" + _VALUE),
     "learning_rate": re.compile(r"\blr:\s*" + _VALUE),
 }
+NEMO_FIELDS = {
+    "loss": re.compile(r"\breduced_train_loss:\s*" + _VALUE),
+    "grad_norm": re.compile(r"\bgrad_norm:\s*" + _VALUE),
+    "learning_rate": re.compile(r"\blr:\s*" + _VALUE),
+}
+_FORMATS = {
+    "nemo": (_NEMO_STEP, NEMO_FIELDS),  # before Megatron's: it speaks of iterations too
+    "megatron": (_MEGATRON_STEP, MEGATRON_FIELDS),
+    "torchtitan": (_TITAN_STEP, TITAN_FIELDS),
+}
 
 
 def recognise(text: str) -> str | None:
-    """`megatron` or `torchtitan` when a line of this text is of that kind."""
+    """`megatron`, `torchtitan` or `nemo` when a line of this text is of that kind."""
     plain = _COLOUR.sub("", text)
-    if _MEGATRON_STEP.search(plain):
-        return "megatron"
-    return "torchtitan" if _TITAN_STEP.search(plain) else None
+    return next((kind for kind, (step_of, _) in _FORMATS.items() if step_of.search(plain)), None)
 
 
 def read(path: Path, kind: str) -> Recording:
@@ -47,29 +60,31 @@ def read(path: Path, kind: str) -> Recording:
 
 
 def _samples(path: Path, kind: str) -> Iterator[Sample]:
-    step_of, fields = (_MEGATRON_STEP, MEGATRON_FIELDS) if kind == "megatron" else (_TITAN_STEP, TITAN_FIELDS)
+    step_of, fields = _FORMATS[kind]
     attempts = Attempts()
-    with path.open(encoding="utf-8", errors="replace") as handle:
-        for number, raw in enumerate(handle, start=1):
-            line = _COLOUR.sub("", raw)
-            match = step_of.search(line)
-            if match is None:
+    for number, raw in enumerate(lines(path), start=1):
+        line = _COLOUR.sub("", raw)
+        match = step_of.search(line)
+        if match is None:
+            continue
+        scalars: dict[str, float] = {}
+        problems = []
+        digits = next(group for group in match.groups() if group is not None)
+        if len(digits) > MAX_DIGITS:
+            problems.append(f"{path}:{number}: step: a number of {len(digits)} digits")
+        for name, pattern in fields.items():
+            found = pattern.search(line)
+            if found is None:
                 continue
-            scalars: dict[str, float] = {}
-            problems = []
-            for name, pattern in fields.items():
-                found = pattern.search(line)
-                if found is None:
-                    continue
-                text = found.group(1).rstrip(",")
-                try:
-                    scalars[name] = float(text.replace(",", ""))
-                except ValueError:
-                    problems.append(f"{path}:{number}: {name}: {text!r} is not a number")
-            if problems:
-                raise BadInput(problems)
-            if scalars.pop("nan_iterations", 0.0) > 0:
-                # Megatron leaves NaN iterations out of the mean it prints; the count is the only trace.
-                scalars["loss"] = float("nan")
-            if scalars:
-                yield attempts.sample(int(match.group(1)), scalars)
+            text = found.group(1).rstrip(",")
+            try:
+                scalars[name] = float(text.replace(",", ""))
+            except ValueError:
+                problems.append(f"{path}:{number}: {name}: {text!r} is not a number")
+        if problems:
+            raise BadInput(problems)
+        if scalars.pop("nan_iterations", 0.0) > 0:
+            # Megatron leaves NaN iterations out of the mean it prints; the count is the only trace.
+            scalars["loss"] = float("nan")
+        if scalars:
+            yield attempts.sample(int(digits), scalars)

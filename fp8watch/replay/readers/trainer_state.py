@@ -17,6 +17,8 @@ from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
 from fp8watch.replay.recording import Attempts, Recording
 
+LIMIT_BYTES = 1 << 29
+"""A history of some millions of entries; JSON cannot be read in parts."""
 KEYS = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}
 
 
@@ -26,6 +28,8 @@ def read(path: Path) -> Recording:
 
 
 def _samples(path: Path) -> Iterator[Sample]:
+    if (size := path.stat().st_size) > LIMIT_BYTES:
+        raise BadInput([f"{path}:1: json: {size} bytes, more than the {LIMIT_BYTES} that are read at once"])
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         # Python's json writes NaN and Infinity bare, which the JSON standard (and msgspec) does not know.

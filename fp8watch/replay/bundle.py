@@ -1,0 +1,257 @@
+"""An incident as one file that can be kept, sent and replayed: what was found and done, and the frames around it.
+
+A ZIP archive: `report.txt` for people; `manifest.json` (versions, window, checksums, whether a replay reproduces the
+findings); `trace.jsonl`, `findings.json`, `actions.json`, `results.json`, `hello.json`, `policy.yaml`; `frames.sqlite`
+(a store with every rank's frames at full resolution, and their layouts); `samples.json` and `state.msgpack` (the
+detectors as they stood before the first frame), so that `fp8watch replay bundle.zip` finds the same again.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fp8watch import __version__
+from fp8watch.controller.closer import CloserBook
+from fp8watch.controller.merge import merge
+from fp8watch.controller.store import Store
+from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.detect.base import Sample
+from fp8watch.detect.pipeline import Pipeline
+from fp8watch.errors import BadInput
+from fp8watch.policy.view import Trouble, trouble_of
+from fp8watch.records import Finding, Layout, StepFrame
+from fp8watch.replay.incident import Incident
+from fp8watch.replay.recording import Facts, Recording, Seen
+from fp8watch.replay.reenact import Reenactment, has_journal
+
+logger = logging.getLogger(__name__)
+FORMAT_VERSION = 1
+MARGIN_STEPS = 256
+"""Steps before the onset and after the last line of the log whose frames go into a bundle, as the store keeps them."""
+LIMIT_BYTES = 8 << 30
+"""Unpacked size that is read."""
+SUFFIX = ".zip"
+_OF_DETECTORS = re.compile(r"(\d+-)?f\d+")
+"""Ids of what detectors find; the controller's own findings (data that repeats) need more than frames."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A sample of the window, in the order in which the detectors saw them."""
+
+    attempt: int
+    step: int
+    is_quiet: bool = False
+    generation: int = 0
+    """Of the detectors: another one means that a new process began with new ones."""
+    expected_ranks: int = 0
+
+
+class Window(msgspec.Struct, kw_only=True):
+    """What a replay of the bundle needs beside the frames."""
+
+    rows: list[Row] = []
+    prefixes: dict[int, str] = {}
+    """Generation -> what the ids of its findings begin with."""
+
+
+def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
+    """Write a bundle; its manifest. Raises `OSError`. Goes once through the run to get the detectors' state."""
+    window, state = _window(store, incident)
+    with tempfile.TemporaryDirectory() as folder:
+        frames = Path(folder) / "frames.sqlite"
+        num_frames = _copy_frames(store, incident, window, frames)
+        files: dict[str, bytes] = {
+            "report.txt": "\n".join(incident.story()).encode(),
+            "trace.jsonl": b"\n".join(msgspec.json.encode(entry) for entry in incident.trace) + b"\n",
+            "findings.json": _json(incident.findings),
+            "actions.json": _json(incident.actions),
+            "results.json": _json(incident.results),
+            "hello.json": _json(incident.record.hello),
+            "policy.yaml": (incident.record.hello.policy or "version: 1\nmode: observe\n").encode(),
+            "samples.json": msgspec.json.encode(window),
+            "frames.sqlite": frames.read_bytes(),
+        }
+        if state is not None:
+            files["state.msgpack"] = state
+        with contextlib.closing(SqliteStore(frames, read_only=True)) as copied:
+            steps = _steps(copied, window, state, incident.record.run)
+            again = [finding for seen in steps for finding in seen.findings]
+    keys = {(row.attempt, row.step) for row in window.rows}
+    expected = [
+        item
+        for item in store.read(incident.record.run, Finding)
+        if (item.attempt, item.step) in keys and _OF_DETECTORS.fullmatch(item.id)
+    ]
+    manifest = {
+        "format": FORMAT_VERSION,
+        "fp8watch": __version__,
+        "run": incident.record.run,
+        "incident": incident.name,
+        "policy": incident.record.hello.policy_name,
+        "versions": incident.record.hello.framework,
+        "first_step": incident.first_step - MARGIN_STEPS,
+        "last_step": incident.last_step + MARGIN_STEPS,
+        "samples": len(window.rows),
+        "frames": num_frames,
+        "reproduces": again == expected and bool(expected),
+        "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+    }
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("manifest.json", json.dumps(manifest, indent=2))
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return manifest
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=_text), indent=1)
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, bytes | memoryview):
+        return base64.b64encode(bytes(value)).decode()
+    return str(value)
+
+
+def _window(store: Store, incident: Incident) -> tuple[Window, bytes | None]:
+    window, run = Window(), incident.record.run
+    if not has_journal(store, run):
+        frames = store.read(run, StepFrame, incident.first_step - MARGIN_STEPS, incident.last_step + MARGIN_STEPS)
+        keys = {(item.attempt, item.step) for item in frames if incident.covers(item.attempt, item.step, MARGIN_STEPS)}
+        window.rows = [Row(attempt=attempt, step=step) for attempt, step in sorted(keys)]
+        return window, None
+    pipelines: list[Pipeline] = []
+    state: list[bytes] = []
+
+    def before(sample: Sample, pipeline: Pipeline) -> None:
+        if not pipelines or pipelines[-1] is not pipeline:
+            pipelines.append(pipeline)
+        if not incident.covers(sample.attempt, sample.step, MARGIN_STEPS):
+            return
+        if not state:
+            state.append(pipeline.dump())
+        window.rows.append(
+            Row(
+                attempt=sample.attempt,
+                step=sample.step,
+                is_quiet=sample.is_quiet,
+                generation=len(pipelines),
+                expected_ranks=sample.expected_ranks,
+            )
+        )
+
+    for seen in Reenactment(store, run, before=before).steps():
+        for finding in seen.findings:
+            if _OF_DETECTORS.fullmatch(finding.id):
+                window.prefixes.setdefault(len(pipelines), finding.id.rpartition("f")[0])
+    return window, state[0] if state else None
+
+
+def _copy_frames(store: Store, incident: Incident, window: Window, path: Path) -> int:
+    run = incident.record.run
+    keys = {(row.attempt, row.step) for row in window.rows}
+    attempts = {row.attempt for row in window.rows}
+    count = 0
+    with contextlib.closing(SqliteStore(path)) as copy:
+        copy.append(run, [incident.record, *incident.findings, *incident.actions])
+        copy.append(run, [layout for layout in store.read(run, Layout) if layout.attempt in attempts])
+        frames = store.read(run, StepFrame, incident.first_step - MARGIN_STEPS, incident.last_step + MARGIN_STEPS)
+        chosen = (frame for frame in frames if (frame.attempt, frame.step) in keys)
+        while chunk := list(itertools.islice(chosen, 64)):
+            copy.append(run, chunk)
+            count += len(chunk)
+    return count
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether the file is an archive that looks like one of ours."""
+    return path.suffix == SUFFIX and zipfile.is_zipfile(path)
+
+
+def read(path: Path) -> list[Recording]:
+    """The run's part in a bundle. Raises `BadInput` for an archive that is none, damaged or of a newer format."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            manifest = json.loads(archive.read("manifest.json"))
+            if manifest["format"] > FORMAT_VERSION:
+                reason = f"format {manifest['format']}, this reads up to {FORMAT_VERSION}"
+                raise BadInput([f"{path}:1: bundle: {reason}"])
+            window = msgspec.json.decode(_checked(path, archive, manifest, "samples.json"), type=Window)
+            policy = _checked(path, archive, manifest, "policy.yaml").decode()
+            has_state = "state.msgpack" in archive.namelist()
+            state = _checked(path, archive, manifest, "state.msgpack") if has_state else None
+            run = str(manifest["run"])
+    except (KeyError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, msgspec.DecodeError) as error:
+        raise BadInput([f"{path}:1: bundle: no incident bundle ({error})"]) from error
+
+    def steps() -> Iterator[Seen]:
+        with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as archive:
+            frames = Path(folder) / "frames.sqlite"
+            frames.write_bytes(_checked(path, archive, manifest, "frames.sqlite"))
+            with contextlib.closing(SqliteStore(frames, read_only=True)) as store:
+                yield from _steps(store, window, state, run)
+
+    facts = Facts(policy=policy)
+    return [Recording(run=run, source="bundle", samples=iter(()), may_be_filtered=False, facts=facts, steps=steps)]
+
+
+def _checked(path: Path, archive: zipfile.ZipFile, manifest: dict[str, Any], name: str) -> bytes:
+    if archive.getinfo(name).file_size > LIMIT_BYTES:
+        raise BadInput([f"{path}:1: {name}: larger than {LIMIT_BYTES} bytes"])
+    data = archive.read(name)
+    if hashlib.sha256(data).hexdigest() != manifest["sha256"][name]:
+        raise BadInput([f"{path}:1: {name}: its checksum is not the manifest's"])
+    return data
+
+
+def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) -> Iterator[Seen]:
+    """The window's samples through the detectors, which go on from the state that they were in."""
+    layouts = {(item.attempt, item.rank, item.layout_id): item for item in store.read(run, Layout)}
+    pipeline, generation = Pipeline(run), window.rows[0].generation if window.rows else 0
+    if state is not None:
+        try:
+            pipeline.load(state)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            logger.warning("bundle of run %s: the detectors begin anew, for their state is another's: %s", run, error)
+    closer, attempt = CloserBook(), None
+    for row in window.rows:
+        if row.generation != generation:
+            pipeline, generation = Pipeline(run), row.generation
+        if (row.attempt, row.generation) != attempt:
+            closer, attempt = CloserBook(), (row.attempt, row.generation)
+        frames = [item for item in store.read(run, StepFrame, row.step, row.step) if item.attempt == row.attempt]
+        if not frames:
+            continue
+        known = {(r, i): layout for (attempt, r, i), layout in layouts.items() if attempt == row.attempt}
+        sample = merge(sorted(frames, key=lambda item: item.rank), known)
+        sample = dataclasses.replace(sample, is_quiet=row.is_quiet, expected_ranks=row.expected_ranks)
+        closer.take(sample)
+        prefix = window.prefixes.get(generation, "")
+        findings = [
+            closer.explained(
+                msgspec.structs.replace(item, id=prefix + item.id, incident=prefix + item.incident), sample
+            )
+            for item in pipeline.observe(sample)
+        ]
+        yield Seen(sample=sample, findings=findings, troubles=lambda now=pipeline: _troubles(now))  # type: ignore[misc]
+
+
+def _troubles(pipeline: Pipeline) -> tuple[Trouble, ...]:
+    return tuple(
+        trouble_of(incident, name=incident.id, finding=incident.findings[-1], evidence=incident.evidence)
+        for incident in pipeline.open_incidents()
+    )

@@ -1,0 +1,138 @@
+"""One incident of a recorded run: what was found, what was weighed and done, by whose leave, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from fp8watch.controller.store import Store
+from fp8watch.records import ActionRecord, CommandResult, Finding, RunRecord, TraceEntry
+
+_CONTEXT = frozenset({"policy", "attempt", "checkpoint"})
+"""Lines that belong to no incident; those between an incident's first and last line are shown with it."""
+MAX_SHOWN = 6
+"""Items of a list or mapping that a story shows; a bundle's JSON has them all."""
+MAX_RESULTS = 64
+"""Answers of ranks that a story names one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """All that a store has of it."""
+
+    name: str
+    record: RunRecord
+    findings: list[Finding]
+    actions: list[ActionRecord]
+    results: list[CommandResult]
+    trace: list[TraceEntry]
+
+    @property
+    def first_step(self) -> int:
+        """The earliest onset."""
+        return min(finding.onset_step for finding in self.findings)
+
+    @property
+    def last_step(self) -> int:
+        """The last step at which something was found, done or concluded."""
+        steps = [finding.step for finding in self.findings]
+        steps += [entry.step for entry in self.trace if entry.event not in _CONTEXT]
+        steps += [a.settle_until for a in self.actions if a.settle_until is not None]
+        return max(steps)
+
+    def covers(self, attempt: int, step: int, margin: int) -> bool:
+        """Whether a step lies within `margin` steps of it, on a timeline that it concerns."""
+        attempts = {finding.attempt for finding in self.findings} | {entry.attempt for entry in self.trace}
+        is_near = self.first_step - margin <= step <= self.last_step + margin
+        return is_near and min(attempts) <= attempt <= max(attempts)
+
+    def story(self) -> Iterator[str]:
+        """It all, in words, line by line."""
+        record, hello = self.record, self.record.hello
+        versions = ", ".join(f"{name} {value}" for name, value in sorted(hello.framework.items()))
+        yield f"Incident {self.name} of run {record.run}"
+        yield f"policy {hello.policy_name}; {hello.world_size} ranks; {versions or 'versions not known'}"
+        for finding in self.findings:
+            yield ""
+            where = finding.tensor or ", ".join(finding.layers[:4]) or "the whole run"
+            yield (
+                f"{finding.id}: {finding.severity} {finding.detector} at step {finding.step} (attempt"
+                f" {finding.attempt}), since step {finding.onset_step}, in {where}; cause: {finding.cause}"
+            )
+            for key, value in finding.evidence.items():
+                yield f"    {key}: {_shown(value)}"
+        yield ""
+        yield "Decisions"
+        for entry in self.trace:
+            yield f"  {_line(entry)}"
+        if not self.trace:
+            yield "  none were written down (recorded before there was a decision log)"
+        for action in self.actions:
+            yield ""
+            yield (
+                f"{action.id}: {action.action} {_shown(action.params)}: {action.status}, read back {action.readback},"
+                f" {action.outcome}" + (f"; answered by {action.answered_by}" if action.answered_by else "")
+            )
+            yield f"    {action.reason}"
+            answers = [item for item in self.results if item.id.partition("/")[0] == action.id]
+            for item in answers[:MAX_RESULTS]:
+                told = f"{item.detail}; " if item.detail else ""
+                yield (
+                    f"    rank {item.rank}, step {item.step}: {item.verb} {item.status}, read back {item.readback};"
+                    f" {told}{_shown(item.observed)}"
+                )
+            if len(answers) > MAX_RESULTS:
+                yield f"    and {len(answers) - MAX_RESULTS} more answers of ranks"
+
+
+def find(store: Store, record: RunRecord, name: str) -> Incident | None:
+    """The incident of this id, or the one of a finding or action of this id; None: the run has none such."""
+    run = record.run
+    findings = list(store.read(run, Finding))
+    actions = list(store.read(run, ActionRecord))
+    incident = next((item.incident or item.id for item in findings if name in (item.incident, item.id)), None)
+    incident = incident or next((item.incident for item in actions if item.id == name), None)
+    here = [item for item in findings if (item.incident or item.id) == incident]
+    if incident is None or not here:
+        return None
+    done = [item for item in actions if item.incident == incident]
+    ids = {item.id for item in done}
+    trace = list(store.read(run, TraceEntry))
+    own = [number for number, entry in enumerate(trace) if entry.incident == incident]
+    if own:
+        first = max((n for n in range(own[0]) if trace[n].event in {"policy", "attempt"}), default=own[0])
+        span = range(own[0], own[-1] + 1)
+        trace = [
+            entry
+            for number, entry in enumerate(trace)
+            if entry.incident == incident or number == first or (number in span and entry.event in _CONTEXT)
+        ]
+    return Incident(
+        name=incident, record=record, findings=here, actions=done,
+        results=[item for item in store.read(run, CommandResult) if item.id.partition("/")[0] in ids],
+        trace=trace if own else [],
+    )  # fmt: skip
+
+
+def _line(entry: TraceEntry) -> str:
+    when = datetime.fromtimestamp(entry.time_unix, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    what = " ".join(part for part in (entry.action, entry.action_id and f"({entry.action_id})") if part)
+    rule = f"rule {entry.rule}" if entry.rule else ""
+    details = {key: value for key, value in entry.details.items() if value not in ("", None, {}, [])}
+    parts = [what, rule, entry.reason, _shown(details) if details else ""]
+    told = "; ".join(part for part in parts if part)
+    return f"{when} step {entry.step} (attempt {entry.attempt}) {entry.event.replace('_', ' ')}: {told}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, dict):
+        shown = ", ".join(f"{key} {_shown(item)}" for key, item in list(value.items())[:MAX_SHOWN])
+        return (shown + (", ..." if len(value) > MAX_SHOWN else "")) or "{}"
+    if isinstance(value, list | tuple):
+        shown = ", ".join(_shown(item) for item in value[:MAX_SHOWN])
+        return f"[{shown}{', ...' if len(value) > MAX_SHOWN else ''}]"
+    return str(value)

@@ -1,0 +1,135 @@
+"""Rows of JSON: a history of Weights & Biases (`wandb-history.jsonl`, or `scan_history` written down as lines or as one
+list), and any log of one JSON object a line with a step and a loss.
+
+W&B writes NaN and infinity as text. Rows without a loss, gradient norm or learning rate (evaluations, system
+metrics) are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fp8watch.detect.base import Sample
+from fp8watch.errors import BadInput
+from fp8watch.replay.lines import lines
+from fp8watch.replay.readers.names import NAMES, Rows, number, whole
+from fp8watch.replay.recording import Recording
+
+LIMIT_BYTES = 1 << 29
+"""Of one list, which cannot be read in parts; lines may go on for ever."""
+
+MAX_NAMES = 32
+"""Keys that are named when none of them is a loss."""
+
+
+def read_lines(path: Path) -> Recording:
+    """The run in a file of one object a line."""
+    return Recording(run=_name(path), source="wandb", samples=_joined(path, _objects(path)))
+
+
+def read_list(path: Path) -> Recording:
+    """The run in a file that is one list of objects."""
+    return Recording(run=_name(path), source="wandb", samples=_joined(path, _items(path)))
+
+
+def is_list(path: Path) -> bool:
+    """Whether a JSON file begins with a list."""
+    with path.open("rb") as handle:
+        return handle.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def looks_like_rows(head: str) -> bool:
+    """Whether a text begins with a JSON object that has a step."""
+    line = head.lstrip("\ufeff \t\r\n").partition("\n")[0]
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and any(NAMES.get(str(key).lower()) == "step" for key in row)
+
+
+def _name(path: Path) -> str:
+    """W&B calls every file the same; its folder has the run's name."""
+    if not path.stem.startswith("wandb-history"):
+        return path.stem
+    folder = path.resolve().parent
+    return folder.parent.name if folder.name == "files" else folder.name
+
+
+def _objects(path: Path) -> Iterator[tuple[str, Any]]:
+    for count, line in enumerate(lines(path), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{count}"
+        try:
+            yield where, _loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput([f"{where}: json: {error}"]) from error
+
+
+def _items(path: Path) -> Iterator[tuple[str, Any]]:
+    if (size := path.stat().st_size) > LIMIT_BYTES:
+        raise BadInput([f"{path}:1: json: {size} bytes, more than the {LIMIT_BYTES} that are read at once; use lines"])
+    try:
+        rows = _loads(path.read_text(encoding="utf-8-sig", errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise BadInput([f"{path}:{getattr(error, 'lineno', 1)}: json: {error}"]) from error
+    if not isinstance(rows, list):
+        raise BadInput([f"{path}:1: json: a list of rows is wanted"])
+    for count, row in enumerate(rows):
+        yield f"{path}:1: [{count}]", row
+
+
+def _joined(path: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Sample]:
+    joined = Rows()
+    has_loss, names = False, dict[str, None]()
+    try:
+        for where, row in rows:
+            step, scalars = _row(where, row)
+            has_loss = has_loss or "loss" in scalars
+            if not has_loss and len(names) < MAX_NAMES:
+                names |= dict.fromkeys(map(str, row))
+            yield from joined.row(step, scalars)
+        if not has_loss:
+            known = ", ".join(list(names)[:MAX_NAMES]) or "nothing"
+            raise BadInput([f"{path}:1: loss: no row has one; there are: {known}"])
+    except BadInput:
+        yield from joined.flush()
+        raise
+    yield from joined.flush()
+
+
+def _row(where: str, row: Any) -> tuple[int, dict[str, float]]:
+    if not isinstance(row, dict):
+        raise BadInput([f"{where}: row: an object is wanted, found {type(row).__name__}"])
+    scalars: dict[str, float] = {}
+    step: int | None = None
+    problems = []
+    for name, value in row.items():
+        key = NAMES.get(str(name).lower())
+        if key is None or value is None or key in scalars:
+            continue
+        try:
+            if key != "step":
+                scalars[key] = number(value)
+            elif step is None or name == "_step":
+                step = whole(value)
+        except ValueError as error:
+            problems.append(f"{where}: {name}: {error}")
+    if step is None and scalars and not problems:
+        problems.append(f"{where}: step: missing")
+    if problems:
+        raise BadInput(problems)
+    return step or 0, scalars
+
+
+def _loads(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return json.loads(text)  # bare NaN and Infinity, as Python writes them

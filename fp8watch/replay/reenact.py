@@ -1,0 +1,211 @@
+"""A run from our own store through the live controller: the same messages in the same order, hence the same decisions.
+
+Nothing is simulated: hellos, frames, results of commands, losses of ranks, disarming, verdicts and restarts of the
+controller are those that the store has (`Arrival`, `StepFrame.arrival`). Times are the messages'. What the live
+controller wrote into the decision log (`TraceEntry`) is written again, to the byte, unless frames were pruned before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from fp8watch import wire
+from fp8watch.controller.inbox import PROCESS_BITS
+from fp8watch.controller.service import RunController
+from fp8watch.controller.store import Approval, Store
+from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.detect.base import Sample
+from fp8watch.detect.pipeline import Pipeline
+from fp8watch.errors import WireError
+from fp8watch.policy.view import Trouble, trouble_of
+from fp8watch.records import (
+    Arrival,
+    CheckpointRecord,
+    Finding,
+    Hello,
+    Layout,
+    RunRecord,
+    StepFrame,
+    Stored,
+    TraceEntry,
+)
+from fp8watch.replay.recording import Facts, Seen
+
+logger = logging.getLogger(__name__)
+_approval = msgspec.msgpack.Decoder(Approval)
+
+
+BeforeSample = Callable[[Sample, Pipeline], None]
+"""Called with each sample before the detectors see it, and with the detectors as they stand."""
+
+
+class _Tapped(Pipeline):
+    """The detectors of a replayed run; what they see is kept for whoever replays."""
+
+    def __init__(self, run: str, seen: list[tuple[Sample, Pipeline]], before: BeforeSample | None) -> None:
+        super().__init__(run)
+        self._seen = seen
+        self._before = before
+
+    def observe(self, sample: Sample) -> list[Finding]:
+        if self._before is not None:
+            self._before(sample, self)
+        findings = super().observe(sample)
+        self._seen.append((sample, self))
+        return findings
+
+
+class _Controller(RunController):
+    """The live controller, and what reaches it otherwise than by a message."""
+
+    def late(self, name: str, rank: int) -> None:
+        """A rank's frames are waited for no longer."""
+        run = self._runs.get(name)
+        if run is not None:
+            run.pilot.late(rank)
+            self._flush(run)
+
+
+class Reenactment:
+    """One pass over one run. `facts` is kept up to date while `steps` is iterated."""
+
+    def __init__(
+        self, store: Store, run: str, facts: Facts | None = None, *, before: BeforeSample | None = None
+    ) -> None:
+        self._store = store
+        self._before = before
+        self._run = run
+        self.facts = facts or Facts()
+        self._memory = MemoryStore(keep_frames=False)
+        self._heard: list[Stored] = []
+        self._taps: list[tuple[Sample, Pipeline]] = []
+        self._layouts: dict[str, Layout] = {}
+        self._disarmed = ""
+        self._process = 0
+        self._controller: _Controller | None = None
+        self.pipeline: Pipeline | None = None
+        """The detectors after the newest step."""
+
+    def steps(self) -> Iterator[Seen]:
+        """Every step that the live detectors saw, with what came of it; lines that belong to no step come with the
+        next one, and those after the last step with a last entry that repeats its sample."""
+        for layout in self._store.read(self._run, Layout):
+            self._layouts[f"{layout.attempt}/{layout.rank}/{layout.layout_id}"] = layout
+        frames: Iterator[tuple[int, StepFrame | Arrival]] = (
+            (frame.arrival, frame) for frame in self._store.read(self._run, StepFrame)
+        )
+        arrivals: Iterator[tuple[int, StepFrame | Arrival]] = (
+            (item.sequence, item) for item in self._store.read(self._run, Arrival)
+        )
+        trace: list[TraceEntry] = []
+        last: Seen | None = None
+        for _, told in heapq.merge(frames, arrivals, key=lambda item: item[0]):
+            self._tell(told)
+            findings = [item for item in self._heard if isinstance(item, Finding)]
+            trace += [item for item in self._heard if isinstance(item, TraceEntry)]
+            self._heard.clear()
+            taps, self._taps[:] = list(self._taps), []
+            for number, (sample, pipeline) in enumerate(taps):
+                self.pipeline = pipeline
+                here = [item for item in findings if (item.attempt, item.step) == (sample.attempt, sample.step)]
+                is_last = number == len(taps) - 1
+                last = Seen(
+                    sample=sample, findings=here, troubles=lambda pipeline=pipeline: self._troubles(pipeline),  # type: ignore[misc]
+                    trace=trace if is_last else [],
+                )  # fmt: skip
+                if is_last:
+                    trace = []
+                yield last
+        if trace and last is not None:
+            yield Seen(sample=last.sample, findings=[], troubles=lambda: (), trace=trace)
+
+    def _troubles(self, pipeline: Pipeline) -> tuple[Trouble, ...]:
+        return tuple(
+            trouble_of(
+                incident, name=f"{self._process}-{incident.id}", finding=incident.findings[-1],
+                evidence=incident.evidence,
+            )
+            for incident in pipeline.open_incidents()
+        )  # fmt: skip
+
+    def _tell(self, told: StepFrame | Arrival) -> None:
+        try:
+            if isinstance(told, StepFrame):
+                if self._controller is not None:
+                    self._controller.receive(told)
+                return
+            self._arrived(told)
+        except WireError as error:
+            logger.warning("an entry of run %s cannot be read: %s", self._run, error)
+        except Exception:
+            # The live agent went on after the same exception (fp8watch_agent.session).
+            logger.exception("the controller failed on a message of run %s", self._run)
+
+    def _arrived(self, told: Arrival) -> None:
+        if told.kind == "opened":
+            self._opened(told)
+        controller = self._controller
+        if controller is None or told.kind == "opened":
+            return
+        if told.kind == "layout":
+            layout = self._layouts.get(told.key)
+            if layout is not None:
+                controller.receive(layout)
+        elif told.kind == "lost":
+            controller.lost(self._run, int(told.key))
+        elif told.kind == "late":
+            controller.late(self._run, int(told.key))
+        elif told.kind == "disarmed":
+            self._disarmed = told.key
+            controller.look()
+        elif told.kind == "approval":
+            self._memory.approve(_approval.decode(told.body))
+            controller.look()
+        else:
+            message = wire.unpack_message(told.body)
+            if isinstance(message, Hello):
+                self._greeted(message)
+            if isinstance(message, CheckpointRecord):
+                self.facts.saved.append(message)
+            controller.receive(message)
+
+    def _opened(self, told: Arrival) -> None:
+        """A process met the run, for the first time or after a restart; or training was started anew."""
+        known = next(iter(self._memory.runs()), None)
+        if known is not None:
+            # How far the store knew the run had come depends on when it was last written, not on the run.
+            self._memory.append(self._run, [msgspec.structs.replace(known, last_step=told.step)])
+        process = told.sequence >> PROCESS_BITS
+        if process != self._process or self._controller is None:
+            self._process = process
+            self._disarmed = ""
+            options: dict[str, Any] = {"max_mode": told.key} if told.key else {}
+            self._controller = _Controller(
+                self._memory, clock=lambda: 0.0, listener=self._heard.append, disarmed_by=lambda _: self._disarmed,
+                make_pipeline=lambda run: _Tapped(run, self._taps, self._before), **options,
+            )  # fmt: skip
+
+    def _greeted(self, hello: Hello) -> None:
+        self.facts.unavailable = {name: why for name, why in hello.capabilities.items() if why}
+        self.facts.warmup_steps = hello.warmup_steps
+        self.facts.policy = hello.policy
+
+
+def has_journal(store: Store, run: str) -> bool:
+    """Whether the store has what a re-enactment needs (stores of before 0.2 have the frames only)."""
+    return next(iter(store.read(run, Arrival)), None) is not None
+
+
+def stored_trace(store: Store, run: str) -> Iterator[TraceEntry]:
+    """The decision log as the live controller wrote it."""
+    yield from store.read(run, TraceEntry)
+
+
+def run_record(store: Store, run: str) -> RunRecord | None:
+    """The run as the store lists it."""
+    return next((record for record in store.runs() if record.run == run), None)
