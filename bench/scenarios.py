@@ -1,15 +1,20 @@
 """Acceptance of the demo's scenarios over seeds: what is found, what is done, and how much of the loss is saved.
 
     python bench/scenarios.py [--scenario NAME ...] [--seed N ...] [--policy auto|observe ...] [--vary] [--jobs 2]
+                              [--merge] [--missing] [--twins FOLDER] [--out FILE]
 
-Writes bench/results/scenarios.json and exits 1 when a row misses its bar. Twins are trained once a seed and config.
-`--vary` takes other fault steps and layers than the defaults.
+Writes bench/results/scenarios.json and exits 1 when a row misses its bar. Twins are trained once a seed and config;
+with `--twins` they are kept in a folder for later invocations of the same code. `--vary` takes other fault steps and
+layers than the defaults. `--merge` keeps the rows of the file that this invocation does not run, so that a long sweep
+can be made in parts (rows are written as they are ready); the gap that auto closes is then reckoned against the
+file's row of observe. `--missing` runs only what the file does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -17,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +62,67 @@ def main() -> int:
     parser.add_argument("--vary", action="store_true", help="other fault steps and layers than the defaults")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--merge", action="store_true", help="keep the other rows of the file")
+    parser.add_argument("--missing", action="store_true", help="run what the file does not hold; implies --merge")
+    parser.add_argument("--twins", type=Path, help="folder in which losses of healthy twins are kept")
     chosen = parser.parse_args()
+    known = _known(chosen.out) if chosen.merge or chosen.missing else []
+    held = {(*_place(row), row["policy"]) for row in known} if chosen.missing else set()
     plans = [
-        make_plan(scenario=name, policy=policy, seed=seed, **(_varied(name, seed) if chosen.vary else {}))
+        plan
         for seed in chosen.seed or range(5)
         for name in chosen.scenario or SCENARIOS
         for policy in chosen.policy or _policies(name)
+        if _place_of(
+            plan := make_plan(scenario=name, policy=policy, seed=seed, **(_varied(name, seed) if chosen.vary else {}))
+        )
+        not in held
     ]
+    rows = known
     with tempfile.TemporaryDirectory(prefix="fp8watch-bench-") as folder:
         os.environ["FP8WATCH_DIR"] = folder
         os.environ["FP8WATCH_METRICS_PORT"] = "0"
         with ThreadPoolExecutor(chosen.jobs) as pool:
-            twins = _twins(plans, pool, Path(folder))
-            results = list(pool.map(lambda plan: _run(plan, twins[_key(plan)]), plans))
-    rows = [_row(each, results) for each in results]
-    _write(chosen.out, rows)
+            twins = _twins(plans, pool, Path(folder), chosen.twins)
+            results: list[dict[str, Any]] = []
+            for done in as_completed([pool.submit(_run, plan, twins[_key(plan)]) for plan in plans]):
+                results.append(done.result())
+                rows = _rows(results, known)
+                _write(chosen.out, rows)
     for row in rows:
         print(_line(row))
     return 0 if all(row["pass"] for row in rows) else 1
+
+
+def _rows(results: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of this invocation's results, and what the file keeps, its gaps reckoned anew where observe has come since."""
+    observed = {_place(row): row["final_loss"] for row in [*known, *results] if row["policy"] == "observe"}
+    rows = [_row(each, observed) for each in results]
+    new = {(*_place(row), row["policy"]) for row in rows}
+    kept = [row for row in known if (*_place(row), row["policy"]) not in new]
+    return sorted([*(_with_gap(row, observed) for row in kept), *rows], key=_order)
+
+
+def _with_gap(row: dict[str, Any], observed: dict[tuple[Any, ...], float | None]) -> dict[str, Any]:
+    gap_closed = _gap_closed(row, observed)
+    if gap_closed is None:
+        return row
+    checks = dict(row["checks"])
+    if "half of the gap closed" in checks:
+        checks["half of the gap closed"] = gap_closed >= GAP_CLOSED
+    return row | {"gap_closed": gap_closed, "checks": checks, "pass": all(checks.values())}
+
+
+def _gap_closed(row: dict[str, Any], observed: dict[tuple[Any, ...], float | None]) -> float | None:
+    """Share of the loss between observe and the twin that acting saved; None where that is not known."""
+    loss, final, twin = observed.get(_place(row)), row["final_loss"], row["twin_final_loss"]
+    if row["policy"] != "auto" or loss is None or final is None:
+        return None
+    return float((loss - final) / (loss - twin))
+
+
+def _place_of(plan: Plan) -> tuple[Any, ...]:
+    return (plan.scenario.name, plan.watched.config.seed, plan.fault_step, plan.layer, plan.policy)
 
 
 def _policies(scenario: str) -> list[str]:
@@ -99,13 +147,56 @@ def _key(plan: Plan) -> str:
     return msgspec.json.encode(plan.twin).decode()
 
 
-def _twins(plans: Iterable[Plan], pool: ThreadPoolExecutor, folder: Path) -> dict[str, Losses]:
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What two rows have in common that differ in nothing but the policy."""
+    return tuple(row[name] for name in ("scenario", "seed", "fault_step", "layer"))
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (row["seed"], list(SCENARIOS).index(row["scenario"]), row["policy"], str(row["fault_step"]))
+
+
+def _known(out: Path) -> list[dict[str, Any]]:
+    return list(json.loads(out.read_text())["rows"]) if out.exists() else []
+
+
+def _twins(plans: Iterable[Plan], pool: ThreadPoolExecutor, folder: Path, kept: Path | None) -> dict[str, Losses]:
     wanted = {_key(plan): plan for plan in plans}
     names = {key: folder / f"twin{index}.log" for index, key in enumerate(wanted)}
-    return dict(zip(wanted, pool.map(lambda key: _twin(wanted[key], names[key]), wanted), strict=True))
+    return dict(zip(wanted, pool.map(lambda key: _twin(wanted[key], names[key], kept), wanted), strict=True))
 
 
-def _twin(plan: Plan, log: Path) -> Losses:
+def _twin(plan: Plan, log: Path, kept: Path | None) -> Losses:
+    """Train it, or take what an earlier invocation of the same code has kept."""
+    if kept is None:
+        return _train(plan, log)
+    path = kept / f"{hashlib.sha256((_key(plan) + _code()).encode()).hexdigest()[:24]}.json"
+    losses = Losses()
+    if not path.exists():
+        losses = _train(plan, log)
+        kept.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(losses.series()))
+        return losses
+    for step, loss in json.loads(path.read_text()):
+        losses.add(step, loss)
+    return losses
+
+
+def _code() -> str:
+    """What a twin's losses depend on beside its spec."""
+    import torch
+
+    import fp8watch.demo
+    import fp8watch.emulation
+
+    digest = hashlib.sha256(torch.__version__.encode())
+    for package in (fp8watch.demo, fp8watch.emulation):
+        for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _train(plan: Plan, log: Path) -> Losses:
     process = TrainingProcess(plan.twin, log)
     try:
         if process.wait() != 0:
@@ -135,15 +226,10 @@ def _summary(found: dict[str, Any]) -> str:
     )
 
 
-def _row(found: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(found: dict[str, Any], observed_losses: dict[tuple[Any, ...], float | None]) -> dict[str, Any]:
     name, final, twin = found["scenario"], found["final_loss"], found["twin_final_loss"]
     worse = None if final is None else final / twin - 1
-    observed = next(
-        (r for r in results if r["policy"] == "observe" and r["scenario"] == name and r["seed"] == found["seed"]), None
-    )
-    gap_closed = None
-    if found["policy"] == "auto" and observed is not None and None not in (final, observed["final_loss"]):
-        gap_closed = (observed["final_loss"] - final) / (observed["final_loss"] - twin)
+    gap_closed = _gap_closed(found, observed_losses)
     checks = _checks(found, worse, gap_closed)
     act = [finding for finding in found["findings"] if finding["severity"] == "act"]
     return {

@@ -1,111 +1,182 @@
 #!/usr/bin/env python3
-"""Score the detectors on a folder of labelled training logs, in this process.
+"""Score the detectors on the labelled public training logs in tests/data/corpus.
 
-usage: bench/score.py CORPUS SCORER [--per-run] [--severity act|warn] [--out FILE]
+    python bench/score.py [--per-run] [--severity act|warn] [--jobs 2] [--out FILE]
 
-CORPUS holds *.csv and labels.json; SCORER is the corpus' own score.py, whose `score_run` and rules are used as
-they are. The same through the command line, with its check for look-ahead, slower:
-SCORER CORPUS --command "fp8watch replay --format jsonl {file}".
+The rule, in logged points: an event counts as found when a finding lies between `LEAD` points before its onset and
+its recovery (without one: `TAIL` points after the onset); what an earlier event explains is not news of the next. A
+finding outside every event (minor ones included; up to `AFTER` points behind an event to find, `AFTER_MINOR` behind
+a minor one, to the end where the run never recovers) is a false alarm, once in `MERGE` points. One-point outliers
+that heal by themselves are minor events: an alarm there is excused, and counted apart. Delay is in points after the
+onset. Findings come from replay's own functions in this process, row by row, so none can know of a later row.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import itertools
 import json
+import math
 import statistics
 import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.replay.readers import csv_log
 
-
-def findings(path: Path) -> list[tuple[int, str, str, int]]:
-    pipeline = Pipeline("run")
-    found = []
-    for sample in csv_log.read(path).samples:
-        for finding in pipeline.observe(sample):
-            found.append((finding.step, finding.severity, finding.detector, finding.onset_step))
-    return found
+CORPUS = Path(__file__).parents[1] / "tests" / "data" / "corpus"
+LEAD, TAIL, MERGE, AFTER, AFTER_MINOR = 10, 200, 50, 50, 10
+HEALTHY = ("healthy", "healthy_noisy")
 
 
-def load_scorer(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("corpus_score", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Of one run, or of several added up."""
+
+    found: int = 0
+    events: int = 0
+    false_alarms: int = 0
+    points: int = 0
+    outliers: int = 0
+    outliers_acted: int = 0
+    healthy: int = 0
+    healthy_alarmed: int = 0
+    delays: tuple[float, ...] = ()
+    shares: tuple[float, ...] = field(default=())
+    """Recall of each run that has events."""
+
+    def __add__(self, other: Score) -> Score:
+        return Score(**{name: getattr(self, name) + getattr(other, name) for name in Score.__slots__})
+
+    @property
+    def recall(self) -> float:
+        return self.found / self.events if self.events else math.nan
+
+    @property
+    def false_per_10k(self) -> float:
+        return 1e4 * self.false_alarms / self.points
+
+    def as_json(self) -> dict[str, Any]:
+        late = sorted(self.delays)
+        return {
+            "recall": round(self.recall, 3) if self.events else None,
+            "recall_mean_of_runs": round(statistics.mean(self.shares), 3) if self.shares else None,
+            "found": self.found,
+            "events": self.events,
+            "false_alarms": self.false_alarms,
+            "points": self.points,
+            "false_per_10k_points": round(self.false_per_10k, 3),
+            "healthy_runs_alarmed": f"{self.healthy_alarmed}/{self.healthy}",
+            "one_point_outliers_acted": f"{self.outliers_acted}/{self.outliers}",
+            "median_delay_points": statistics.median(late) if late else None,
+            "p90_delay_points": late[int(0.9 * (len(late) - 1))] if late else None,
+        }
 
 
-def score(corpus: Path, scorer: Any, severities: set[str], *, verbose: bool) -> dict[str, Any]:
-    runs = sorted(json.loads((corpus / "labels.json").read_text())["runs"], key=lambda run: run["file"])
-    paths = [corpus / Path(run["file"]).name for run in runs]
-    with ProcessPoolExecutor(2) as pool:
-        everything = list(pool.map(findings, paths))
-    found = events = false = points = clean = clean_false = outliers = acted = 0
-    delays: list[float] = []
-    shares: list[float] = []
-    by_source: dict[str, list[int]] = {}
-    for run, path, seen in zip(runs, paths, everything, strict=True):
-        steps, _, _ = scorer.read_log(path)
-        fired = [step for step, severity, _, _ in seen if severity in severities]
-        hit, wanted, late, wrong, length = scorer.score_run(run, steps, fired)
-        found, events, false, points, delays = (
-            found + hit,
-            events + wanted,
-            false + wrong,
-            points + length,
-            delays + late,
-        )
-        shares += [hit / wanted] if wanted else []
-        source = by_source.setdefault(path.stem.split("_")[0], [0, 0, 0, 0])
-        for i, value in enumerate((hit, wanted, wrong, length)):
-            source[i] += value
-        for event in (item for item in run.get("events", []) if item["type"] == "outlier"):
-            outliers += 1
-            last = event.get("recovered_step") or event["onset"]
-            acted += any(event["onset"] <= step <= last for step in fired)
-        if run["class"] in ("healthy", "healthy_noisy"):
-            clean, clean_false = clean + 1, clean_false + bool(wrong)
-        if verbose and (hit < wanted or wrong or any(d > 6 for d in late)):
-            print(f"{path.stem:52s} found {hit}/{wanted} false {wrong} delays {[round(d) for d in late]}")
-            print("    ", [item for item in seen if item[1] in severities][:40])
-    leave_out = {
-        name: round((found - s[0]) / (events - s[1]), 3) for name, s in by_source.items() if s[1] and events > s[1]
-    }
-    return {
-        "recall": round(found / events, 3),
-        "recall_mean_of_runs": round(statistics.mean(shares), 3),
-        "found": found,
-        "events": events,
-        "false_alarms": false,
-        "false_per_10k_points": round(1e4 * false / points, 3),
-        "healthy_runs_alarmed": f"{clean_false}/{clean}",
-        "one_point_outliers_alarmed": f"{acted}/{outliers}",
-        "median_delay_points": statistics.median(delays),
-        "p90_delay_points": sorted(delays)[int(0.9 * (len(delays) - 1))],
-        "recall_without_source": leave_out,
-    }
+def unpack(folder: Path) -> list[dict[str, Any]]:
+    """The labelled runs, their logs unpacked into a folder (`path` of each)."""
+    with tarfile.open(CORPUS / "logs.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    runs: list[dict[str, Any]] = json.loads((CORPUS / "labels.json").read_text())["runs"]
+    return [run | {"path": folder / run["file"]} for run in runs]
+
+
+def source_of(run: dict[str, Any]) -> str:
+    """Who logged it: the first word of its name, versions of one benchmark being one source."""
+    return str(run["file"]).split("_")[0].rstrip("0123456789")
+
+
+def steps_of(path: Path) -> list[int]:
+    """Every logged step."""
+    return [sample.step for sample in csv_log.read(path).samples]
+
+
+def findings(path: Path, severities: Iterable[str] = ("act",)) -> list[int]:
+    """Steps at which something is found of these severities."""
+    pipeline, wanted = Pipeline("run"), frozenset(severities)
+    return [
+        finding.step
+        for sample in csv_log.read(path).samples
+        for finding in pipeline.observe(sample)
+        if finding.severity in wanted
+    ]
+
+
+def stride_of(steps: Sequence[int]) -> float:
+    """Steps between two logged points."""
+    return statistics.median(b - a for a, b in itertools.pairwise(steps)) if len(steps) > 1 else 1.0
+
+
+def score_run(run: dict[str, Any], fired: Iterable[int], *, points: int, stride: float) -> Score:
+    """One run of so many logged points; `fired` are the steps of its findings."""
+    must, alarms = set(run["must_detect"]), sorted(set(fired))
+    windows: list[tuple[float, float, float, float]] = []
+    for event in run["events"]:
+        onset, recovered, nan_step = event["onset"], event.get("recovered_step"), event.get("nan_step")
+        end = onset + TAIL * stride if recovered is None else recovered
+        end = end if nan_step is None else max(end, nan_step + TAIL * stride)
+        after = (AFTER if onset in must else AFTER_MINOR) * stride
+        windows.append((onset, onset - LEAD * stride, end, math.inf if recovered is None else end + after))
+    windows.sort()
+    delays = []
+    for onset, start, end, _ in windows:
+        if onset not in must:
+            continue
+        earlier = [(o, e) for o, _, e, _ in windows if o < onset]
+        hits = [s for s in alarms if start <= s <= end and (s >= onset or not any(o <= s <= e for o, e in earlier))]
+        delays.append((hits[0] - onset) / stride if hits else None)
+    false, opened = 0, -math.inf
+    for step in alarms:
+        if not any(start <= step <= last for _, start, _, last in windows) and step - opened > MERGE * stride:
+            false, opened = false + 1, step
+    outliers = [event for event in run["events"] if event["type"] == "outlier"]
+    acted = sum(any(e["onset"] <= s <= e.get("recovered_step", e["onset"]) for s in alarms) for e in outliers)
+    known = tuple(delay for delay in delays if delay is not None)
+    is_healthy = run["class"] in HEALTHY
+    return Score(
+        found=len(known), events=len(delays), false_alarms=false, points=points, outliers=len(outliers),
+        outliers_acted=acted, healthy=int(is_healthy), healthy_alarmed=int(is_healthy and false > 0), delays=known,
+        shares=(len(known) / len(delays),) if delays else (),
+    )  # fmt: skip
+
+
+def score_log(run: dict[str, Any], severities: Sequence[str] = ("act",)) -> Score:
+    """One unpacked run through the detectors."""
+    steps = steps_of(run["path"])
+    return score_run(run, findings(run["path"], severities), points=len(steps), stride=stride_of(steps))
+
+
+def score_all(severities: Sequence[str] = ("act",), *, jobs: int = 2) -> list[tuple[dict[str, Any], Score]]:
+    """Every run of the corpus with its score."""
+    with tempfile.TemporaryDirectory(prefix="fp8watch-corpus-") as folder, ProcessPoolExecutor(jobs) as pool:
+        runs = unpack(Path(folder))
+        return list(zip(runs, pool.map(partial(score_log, severities=severities), runs), strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("scorer", type=Path)
     parser.add_argument("--per-run", action="store_true")
-    parser.add_argument("--severity", choices=("act", "warn"), default="act")
+    parser.add_argument("--severity", choices=("act", "warn"), default="act", help="warn counts both")
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    severities = {"act"} if args.severity == "act" else {"act", "warn"}
-    result = score(args.corpus, load_scorer(args.scorer), severities, verbose=args.per_run)
-    text = json.dumps(result, indent=1)
+    chosen = parser.parse_args()
+    scored = score_all(("act",) if chosen.severity == "act" else ("act", "warn"), jobs=chosen.jobs)
+    total = sum((each for _, each in scored), Score())
+    for run, each in scored:
+        if chosen.per_run:
+            late = [round(delay) for delay in each.delays]
+            print(f"{run['file']:60} {each.found}/{each.events} found, {each.false_alarms} false, delays {late}")
+    text = json.dumps(total.as_json(), indent=1)
     print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    if chosen.out is not None:
+        chosen.out.write_text(text + "\n")
     return 0
 
 

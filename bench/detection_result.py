@@ -1,0 +1,39 @@
+"""bench/results/detection.json: the sections that several scripts write, each with its command."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parent / "results" / "detection.json"
+
+
+def header(command: str) -> dict[str, Any]:
+    """Where, when and of what."""
+    root = Path(__file__).parents[1]
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return {
+        "commit": found.stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), "numpy": version("numpy")},
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
+        "command": f"python {command}",
+    }
+
+
+def merge(section: str, command: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Replace this script's rows, leave the others'."""
+    report = json.loads(PATH.read_text()) if PATH.exists() else {}
+    kept = [row for row in report.get("rows", []) if row["section"] != section]
+    head = header(command)
+    own = [{"section": section, "command": head["command"], **row} for row in rows]
+    commands = sorted({row["command"] for row in [*kept, *own]})
+    content = head | {"command": "; ".join(commands), "rows": [*kept, *own]}
+    PATH.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
