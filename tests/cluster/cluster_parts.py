@@ -118,7 +118,6 @@ def end(process: subprocess.Popen[bytes], number: int = signal.SIGKILL, seconds:
 
 
 KEYS = {f"FP8WATCH_{name}_KEY": name.lower() * 10 for name in ("COMMAND", "FRAME", "APPROVAL")}
-"""What agents, controllers and consoles of a test's cluster share."""
 
 
 @dataclass

@@ -58,10 +58,17 @@ class GlooPending:
                         continue
                     raise TransportLost(f"a rank did not come within {seconds:g} s") from None
                 # The group's connections close when nothing refers to it any more, and this does.
-                self._work, self._error = None, f"a rank is gone ({shorten(error)})"
+                self._work, self._error = None, _why(error, seconds)
         if self._error:
             raise TransportLost(self._error)
         return [int(value) for value in self._values.tolist()]
+
+
+def _why(error: RuntimeError, seconds: float) -> str:
+    """gloo has the same patience as we, and on a busy machine it may be the first to say so."""
+    if "timed out" in str(error).lower():
+        return f"a rank did not come within {seconds:g} s"
+    return f"a rank is gone ({shorten(error)})"
 
 
 class GlooTransport:
