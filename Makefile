@@ -38,6 +38,7 @@ acceptance: $(STAMP)dev
 	$(BIN)/python bench/leave_one_source_out.py
 	$(BIN)/python bench/replay_throughput.py
 	$(BIN)/python bench/replay_fuzz.py
+	$(BIN)/python bench/fuzz_wire.py
 
 # The host's own Python, for torch and Transformer Engine are built for its GPU and driver.
 GPU_PYTHON ?= python3

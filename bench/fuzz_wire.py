@@ -2,10 +2,12 @@
 
     python bench/fuzz_wire.py [--inputs 1000000] [--deep 50000] [--seed 0]
 
-Valid records of every kind are cut, spliced, flipped and given other values, and go as bodies into the three decoders
-and as streams into the splitter, which may raise `WireError` and nothing else. What still decodes goes on into a
-controller and an exporter's state (`--deep` of them), as from a rank that sends garbage; between them a sound rank of
-the same run trains, and its steps must all be seen. Writes bench/results/fuzz_wire.json and exits 1 on a failure.
+Valid records of every kind are cut, spliced, flipped and given other values, and go as bodies into the four decoders,
+as entries of an agent or a console into theirs, and as streams into the splitter, which may raise `WireError` and
+nothing else. What still decodes goes on into a controller and an exporter's state (`--deep` of them), as from a rank
+that sends garbage, and into a cluster's controller and the readers of its frames, as from an agent that does. Between
+them a sound rank of the same run (for the cluster: a sound run) trains, and its steps must all be seen. Writes
+bench/results/fuzz_wire.json and exits 1 on a failure.
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ import msgspec
 import numpy as np
 
 from fp8watch import columns, records, wire
+from fp8watch.controller.cluster_run import ClusterController
 from fp8watch.controller.service import RunController
+from fp8watch.controller.store import Approval, unpack_approval
 from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.store_redis import frames_of
 from fp8watch.errors import WireError
 from fp8watch.security import KeyRing
-from fp8watch.security.envelope import Envelope, Opener, Sealer
+from fp8watch.security import envelope as envelopes
+from fp8watch.security.envelope import Opener, Sealer
 from fp8watch_agent.metrics_state import MetricsState
 
 OUT = Path(__file__).parent / "results" / "fuzz_wire.json"
@@ -60,8 +66,8 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     rng = random.Random(chosen.seed)
     started = time.perf_counter()
-    decoding, survivors = fuzz_decoders(rng, chosen.inputs, keep=chosen.deep)
-    deep = fuzz_controller(survivors)
+    decoding, messages, uplinks = fuzz_decoders(rng, chosen.inputs, keep=chosen.deep)
+    rows = [decoding, fuzz_controller(messages), fuzz_cluster(uplinks)]
     report = {
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
@@ -71,11 +77,11 @@ def main() -> int:
         "machine": platform.machine(),
         "command": " ".join(["python", "bench/fuzz_wire.py", *sys.argv[1:]]),
         "seconds": round(time.perf_counter() - started, 1),
-        "rows": [decoding, deep],
+        "rows": rows,
     }
     chosen.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["rows"], indent=1))
-    return 0 if all(row["pass"] for row in (decoding, deep)) else 1
+    return 0 if all(row["pass"] for row in rows) else 1
 
 
 def samples() -> list[records.Record]:
@@ -131,7 +137,18 @@ def others() -> list[records.Record]:
             id="a", run="r", attempt=0, action="halt", params={}, rule="x", finding="f", decided_step=5
         ),
         records.RunRecord(run="r", state="running", hello=hello(1), started_unix=0.0, updated_unix=1.0),
+        node_frame(1, 7),
+        records.RankLost(run="r", rank=1, node="n1"),
     ]
+
+
+def node_frame(rank: int, step: int) -> records.NodeFrame:
+    """A node's step with one rank, as its agent reduces it."""
+    alone = frame(rank, step)
+    return records.NodeFrame(
+        run="r", attempt=0, node=f"n{rank}", rank=rank, step=step, layout_id=1, time_unix=float(step), ranks=[rank],
+        scalars=[alone.scalars], columns=alone.columns,
+    )  # fmt: skip
 
 
 HOSTILE = (
@@ -165,8 +182,8 @@ def mutate(rng: random.Random, seeds: list[bytes]) -> bytes:
     kind = rng.randrange(20)
     if kind == 0:
         return rng.randbytes(rng.randrange(64))
-    if kind == 1:  # nested deeper than any recursion limit
-        return b"\x91" * rng.randrange(1, 5000)
+    if kind == 1:  # nested deeper than any recursion limit, bare or in a field that nobody knows
+        return rng.choice((b"", b"\x81\xa1?")) + b"\x91" * rng.randrange(1, 5000)
     data = bytearray(rng.choice(seeds))
     for _ in range(rng.randrange(1, 5)):
         at = rng.randrange(len(data) + 1)
@@ -188,18 +205,26 @@ def mutate(rng: random.Random, seeds: list[bytes]) -> bytes:
     return bytes(data)
 
 
-def fuzz_decoders(rng: random.Random, inputs: int, *, keep: int) -> tuple[dict[str, object], list[records.Message]]:
-    """Every decoder sees every input. Returns the row and up to `keep` messages that still decoded."""
+def fuzz_decoders(
+    rng: random.Random, inputs: int, *, keep: int
+) -> tuple[dict[str, object], list[records.Message], list[records.Uplink]]:
+    """Every decoder sees every input. Returns the row and up to `keep` of a rank's and an agent's messages that still
+    decoded."""
     seeds = [wire.pack(record) for record in samples()]
     trees = [msgspec.msgpack.decode(seed) for seed in seeds]
+    approval = Approval(run="r", action_id="a", verdict="approve", by="me", time_unix=1.0)
+    strange = {"run": "r", "invented_later": [{"a": [1]}]}
+    trees += [msgspec.to_builtins(approval, builtin_types=(bytes,)), strange]
+    seeds += [msgspec.msgpack.encode(approval), msgspec.msgpack.encode(strange)]
     ring = KeyRing("frame", (b"k" * 32,))
     sealed = [msgspec.msgpack.encode(Sealer("node", 1, ring).seal(seed)) for seed in seeds]
     opener, opened = Opener(ring), 0
     outcomes: Counter[str] = Counter()
     failures: Counter[str] = Counter()
-    survivors: list[records.Message] = []
+    kept: dict[str, list[records.Message | records.Uplink]] = {"message": [], "uplink": []}
     readers: dict[str, Callable[[bytes], object]] = {
         "message": wire.unpack_message, "reply": wire.unpack_reply, "stored": wire.unpack_stored,
+        "uplink": wire.unpack_uplink, "envelope": envelopes.unpack, "approval": unpack_approval,
         "stream": lambda body: list(wire.Splitter().feed(body)),
     }  # fmt: skip
     for number in range(inputs):
@@ -213,22 +238,22 @@ def fuzz_decoders(rng: random.Random, inputs: int, *, keep: int) -> tuple[dict[s
                 failures[f"{name}: {type(error).__name__}: {error}"[:120]] += 1
             else:
                 outcomes[f"{name} read"] += 1
-                if name == "message" and len(survivors) < keep:
-                    survivors.append(found)  # type: ignore[arg-type]
+                if name in kept and len(kept[name]) < keep:
+                    kept[name].append(found)  # type: ignore[arg-type]
         if number % 4 == 0:
             try:
-                opener.open(msgspec.msgpack.decode(mutate(rng, sealed), type=Envelope))
+                opener.open(envelopes.unpack(mutate(rng, sealed)))
                 opened += 1
-            except (WireError, msgspec.DecodeError, RecursionError):
-                outcomes["envelope refused"] += 1
+            except WireError:
+                outcomes["entry refused"] += 1
             except Exception as error:
-                failures[f"envelope: {type(error).__name__}: {error}"[:120]] += 1
+                failures[f"entry: {type(error).__name__}: {error}"[:120]] += 1
     # Each sealed body opens once if a mutation left it whole or touched nothing that is covered.
-    row = {
+    row: dict[str, object] = {
         "name": "decoders", "inputs": inputs, "outcomes": dict(outcomes), "envelopes_opened": opened,
         "failures": dict(failures), "pass": not failures and opened <= len(sealed),
     }  # fmt: skip
-    return row, survivors
+    return row, kept["message"], kept["uplink"]  # type: ignore[return-value]
 
 
 def fuzz_controller(garbage: list[records.Message]) -> dict[str, object]:
@@ -264,6 +289,47 @@ def fuzz_controller(garbage: list[records.Message]) -> dict[str, object]:
         "name": "controller and exporter", "inputs": len(garbage), "sound_frames": steps, "sound_frames_stored": seen,
         "refused": dict(refused),
         "failures": dict(failures), "pass": not failures and seen == steps,
+    }  # fmt: skip
+
+
+def fuzz_cluster(garbage: list[records.Uplink]) -> dict[str, object]:
+    """Messages of an agent out of its mind, with a sound run beside it; and its frames as console and CLI read them."""
+    store = MemoryStore()
+    controller = ClusterController(store, clock=time.time)
+    sealer = Sealer("n1", 1, None)
+    failures: Counter[str] = Counter()
+    refused = 0
+
+    def give(message: records.Uplink) -> None:
+        nonlocal refused
+        try:
+            controller.take(message)
+        except WireError:
+            refused += 1
+        except Exception as error:
+            failures[f"controller: {type(message).__name__}: {type(error).__name__}: {error}"[:160]] += 1
+
+    give(hello(0))
+    give(layout(0))
+    give(msgspec.structs.replace(hello(0), run="sound", world_size=1))
+    give(msgspec.structs.replace(layout(0), run="sound"))
+    steps = 0
+    for number, message in enumerate(garbage):
+        if message.run == "r":
+            give(message)
+        try:
+            frames_of({b"k": b"n", b"e": msgspec.msgpack.encode(sealer.seal(wire.pack(message)))})
+        except Exception as error:
+            failures[f"reader: {type(message).__name__}: {type(error).__name__}: {error}"[:160]] += 1
+        if number % 50 == 0:
+            steps += 1
+            give(node_frame(0, steps))
+            give(msgspec.structs.replace(node_frame(0, steps), run="sound"))
+    pilot = controller.pilot("sound")
+    judged = pilot.closed[1] if pilot is not None else 0
+    return {
+        "name": "cluster controller", "inputs": len(garbage), "sound_frames": steps, "sound_frames_judged": judged,
+        "refused": refused, "failures": dict(failures), "pass": not failures and judged == steps,
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from fp8watch.controller.outbox import Fenced, Interrupted, Outbox
 from fp8watch.controller.redis_keys import RunKeys
 from fp8watch.controller.redis_link import RedisError, RedisLink, reason_of
 from fp8watch.controller.store_redis import RedisStore
-from fp8watch.records import Hello, Layout, Mode, NodeFrame, Stored
+from fp8watch.records import Goodbye, Hello, Layout, Mode, NodeFrame, RankLost, Stored
 from fp8watch.security import KeyRing, Signer
 
 logger = logging.getLogger(__name__)
@@ -239,6 +239,11 @@ class ClusterProgram:
             progress.is_dirty = True
             touched.setdefault(entry.run, False)
             message = entry.message
+            if isinstance(message, RankLost | Goodbye) and progress.nodes.get(message.rank, entry.node) != entry.node:
+                # The rank has moved since, or somebody else's agent says so: only who holds a rank can lose it.
+                self.inflow.refused[entry.run, "other_node"] += 1
+                logger.warning("node %s does not hold rank %d of %s: not gone", entry.node, message.rank, entry.run)
+                message = None
             if message is None:
                 progress.done.append(entry.entry_id)
                 self._backlog.popleft()
@@ -300,7 +305,7 @@ class ClusterProgram:
 
     def _look(self) -> None:
         """What time alone brings about: new runs, nodes that are gone, verdicts, retention."""
-        active = {name.decode() for name in self._redis.smembers(redis_keys.ACTIVE)}
+        active = {name.decode(errors="replace") for name in self._redis.smembers(redis_keys.ACTIVE)}
         self._disarmed = self._read_disarmed(active | set(self.runs.names()))
         for run in sorted(active - self.inflow.following()):
             self._join(run)

@@ -11,7 +11,7 @@ from fp8watch.controller.node_merge import NodeMerger
 from fp8watch.controller.run import RunPilot
 from fp8watch.controller.service import RunController
 from fp8watch.errors import WireError
-from fp8watch.records import Hello, Layout, NodeFrame, RankLost, Reply, RunRecord, Stored, Uplink
+from fp8watch.records import Hello, Layout, NodeFrame, RankLost, Reply, RunRecord, StepFrame, Stored, Uplink
 
 logger = logging.getLogger(__name__)
 LEFT_OUT = frozenset({"_orders", "_index", "_spots", "_nodes", "_tensors", "_modules"})
@@ -84,6 +84,10 @@ class ClusterController(RunController):
             return self._flush(run)
         if isinstance(message, RankLost):
             return self.lost(message.run, message.rank)
+        if isinstance(message, StepFrame):
+            # No agent sends ranks' frames as they are, and a step of which only such are here could not be merged.
+            self.ignored["frame of a rank"] += 1
+            return []
         return self.receive(message)
 
     def pilot(self, name: str) -> ClusterPilot | None:

@@ -14,20 +14,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from fp8watch import wire
 from fp8watch.controller.redis_keys import GROUP, RunKeys
 from fp8watch.controller.redis_link import BLOCK_MS, RedisLink, ResponseError
 from fp8watch.errors import WireError
 from fp8watch.records import Uplink
-from fp8watch.security.envelope import Envelope, Opener
+from fp8watch.security.envelope import Opener, unpack
 from fp8watch.security.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 READ_COUNT = 128
 CLAIM_COUNT = 256
-_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +152,8 @@ class Inflow:
         if _number(name) > _number(self.last_id(run)):
             self._last_ids[run] = name
         try:
-            envelope = _envelope_decoder.decode(fields[b"e"])
-        except (KeyError, msgspec.DecodeError, msgspec.ValidationError) as error:
+            envelope = unpack(fields[b"e"])
+        except (KeyError, WireError) as error:
             return self._refuse(run, name, "malformed", error)
         try:
             body = self._openers[run].open(envelope)
@@ -175,9 +172,9 @@ class Inflow:
     def glance(self, data: bytes) -> tuple[Uplink, str] | None:
         """A sealed message that lies outside the stream, and its node; None: not genuine. Order is not looked at."""
         try:
-            envelope = _envelope_decoder.decode(data)
+            envelope = unpack(data)
             return wire.unpack_uplink(Opener(self._ring).open(envelope)), envelope.sender
-        except (WireError, msgspec.DecodeError, msgspec.ValidationError):
+        except WireError:
             return None
 
     def following(self) -> set[str]:

@@ -72,7 +72,7 @@ class NodeMerger(Merger):
 
     def node(self, frame: NodeFrame) -> list[Sample]:
         """Take a node's frame in; the samples that are complete now, in order of their steps."""
-        step, held = frame.step, self._nodes.setdefault(frame.step, {})
+        step = frame.step
         # An agent that was restarted in the middle of a step gives the rest of it under the same name.
         new = [rank for rank in frame.ranks if rank not in self._waiting.get(step, {})]
         if not new:
@@ -89,9 +89,8 @@ class NodeMerger(Merger):
                 self.unseen["late"] += 1
             else:
                 self._waiting.setdefault(step, {})[rank] = _MARK
-        if is_late:
-            del self._nodes[step]
-        else:
+        if not is_late:
+            held = self._nodes.setdefault(step, {})
             held[frame.node if frame.node not in held else f"{frame.node}+{len(held)}"] = frame
         return self._complete()
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal, Protocol, TypeVar
 
+import msgspec
+
+from fp8watch.errors import WireError
 from fp8watch.records import Record, RunRecord, Stored
 
 R = TypeVar("R", bound=Stored)
@@ -19,6 +22,17 @@ class Approval(Record, frozen=True, kw_only=True, tag="approval"):
     by: str = ""
     time_unix: float = 0.0
     signature: bytes = b""
+
+
+_approval_decoder = msgspec.msgpack.Decoder(Approval)
+
+
+def unpack_approval(body: bytes) -> Approval:
+    """Decode a verdict, whose origin is not known yet. Raises `WireError` for whatever is none."""
+    try:
+        return _approval_decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise WireError(str(error)) from error
 
 
 class Store(Protocol):

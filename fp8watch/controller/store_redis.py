@@ -11,25 +11,21 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
-
 from fp8watch import wire
 from fp8watch.controller import node_frames
 from fp8watch.controller.identity import KINDS, key_of, step_of
 from fp8watch.controller.redis_keys import RUNS, RunKeys
 from fp8watch.controller.redis_link import RedisLink, connect
-from fp8watch.controller.store import Approval, R
+from fp8watch.controller.store import Approval, R, unpack_approval
 from fp8watch.errors import WireError
 from fp8watch.records import Layout, NodeFrame, RunRecord, StepFrame, Stored
-from fp8watch.security.envelope import Envelope
+from fp8watch.security.envelope import unpack
 
 CHUNK = 256
 """Records asked for at once: a pipeline never holds more."""
 FRAME_CHUNK = 64
 """Stream entries asked for at once, about 3 MB of frames of 1,680 tensors."""
 
-_approval_decoder = msgspec.msgpack.Decoder(Approval)
-_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 Write = tuple[Any, ...]
 """One Redis command with its arguments."""
 
@@ -47,7 +43,7 @@ class RedisStore:
 
     def runs(self) -> list[RunRecord]:
         """All runs, oldest first. A damaged record is left out."""
-        names = sorted(name.decode() for name in self._redis.smembers(RUNS))
+        names = sorted(name.decode(errors="replace") for name in self._redis.smembers(RUNS))
         bodies: list[bytes | None] = []
         for start in range(0, len(names), CHUNK):
             with self._redis.pipeline(transaction=False) as pipe:
@@ -114,8 +110,8 @@ class RedisStore:
         """The newest verdict on every action that has one. One that cannot be read counts as none."""
         found = []
         for body in self._redis.hvals(RunKeys(run).approvals):
-            with contextlib.suppress(msgspec.DecodeError):
-                found.append(_approval_decoder.decode(body))
+            with contextlib.suppress(WireError):
+                found.append(unpack_approval(body))
         return found
 
     def prune(self, run: str) -> int:
@@ -157,9 +153,9 @@ def frames_of(fields: dict[bytes, bytes]) -> list[StepFrame]:
             return [record] if isinstance(record, StepFrame) else []
         if fields.get(b"k") != b"n":
             return []
-        node = wire.unpack_uplink(_envelope_decoder.decode(fields[b"e"]).body)
+        node = wire.unpack_uplink(unpack(fields[b"e"]).body)
         return node_frames.expand(node) if isinstance(node, NodeFrame) else []
-    except (WireError, msgspec.DecodeError, KeyError):
+    except (WireError, KeyError):
         return []
 
 

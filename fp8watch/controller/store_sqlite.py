@@ -12,11 +12,9 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from fp8watch import wire
 from fp8watch.controller.identity import KINDS, key_of, step_of
-from fp8watch.controller.store import Approval, R
+from fp8watch.controller.store import Approval, R, unpack_approval
 from fp8watch.errors import BadInput, WireError
 from fp8watch.records import RunRecord, StepFrame, Stored
 
@@ -36,8 +34,6 @@ CREATE TABLE IF NOT EXISTS frames (
 CREATE TABLE IF NOT EXISTS approvals (
     run TEXT NOT NULL, action_id TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (run, action_id));
 """
-
-_approval_decoder = msgspec.msgpack.Decoder(Approval)
 
 
 class SqliteStore:
@@ -169,9 +165,13 @@ class SqliteStore:
             )
 
     def approvals(self, run: str) -> list[Approval]:
-        """The newest verdict on every action that has one."""
+        """The newest verdict on every action that has one. One that cannot be read counts as none."""
         rows = self._db.execute("SELECT body FROM approvals WHERE run = ?", (run,)).fetchall()
-        return [_approval_decoder.decode(body) for (body,) in rows]
+        found = []
+        for (body,) in rows:
+            with contextlib.suppress(WireError):
+                found.append(unpack_approval(body))
+        return found
 
     def size_bytes(self) -> int:
         """Bytes in use by live pages."""

@@ -34,6 +34,17 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     signature: bytes = b""
 
 
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def unpack(data: bytes) -> Envelope:
+    """Decode an entry, whose origin is not known yet. Raises `WireError` for whatever is none."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:  # deep nesting in a field that is passed over
+        raise WireError(str(error)) from error
+
+
 def _covered(envelope: Envelope) -> bytes:
     sender = envelope.sender.encode()
     head = struct.pack(">H", len(sender)) + sender + _NUMBERS.pack(envelope.incarnation, envelope.sequence)
