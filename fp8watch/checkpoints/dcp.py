@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as torch_dcp
 
+from fp8watch.checkpoints.dcp_reader import TensorReader
 from fp8watch.checkpoints.files import measure
 from fp8watch.checkpoints.manifest import FileEntry
 from fp8watch.checkpoints.parts import TrainingParts
@@ -118,7 +119,7 @@ class DcpStorage:
                     wanted[f"optimizer.{name}.{key}"] = _empty(entry, live[name])
         try:
             with _quietly():
-                _dcp.load(wanted, storage_reader=_dcp.FileSystemReader(folder / FOLDER), no_dist=True)
+                _dcp.load(wanted, storage_reader=TensorReader(folder / FOLDER), no_dist=True)
         except (Exception, _dcp.CheckpointException) as error:  # a planner's, a reader's or a pickle's; no Exception
             raise CheckpointError(f"{folder.name}/{FOLDER} cannot be loaded: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,6 +48,35 @@ def test_a_new_process_reads_it_with_an_optimizer_that_has_made_no_step(tmp_path
     other.manager.restore(record.checkpoint)
     assert other.bits() == before
     assert other.run(3) == losses
+
+
+class _Hostile:
+    """What runs when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_that_somebody_put_there_is_not_run(tmp_path: Path) -> None:
+    """Even where he has made the manifest agree with it."""
+    run = PlainRun(tmp_path / "c", format="dcp")
+    run.run(1)
+    name = run.save()
+    metadata = tmp_path / "c" / name / "dcp" / ".metadata"
+    pickle.loads(pickle.dumps(_Hostile(tmp_path / "proof")))
+    assert (tmp_path / "proof").exists(), "it would run"
+    (tmp_path / "proof").unlink()
+    metadata.write_bytes(pickle.dumps(_Hostile(tmp_path / "proof")))
+    before = run.bits()
+    with pytest.raises(CheckpointError, match="metadata asks for"):
+        dcp.DcpStorage(background=False).load(
+            tmp_path / "c" / name, run.parts, dcp.DcpStorage(background=False).kept(run.parts)
+        )
+    assert not (tmp_path / "proof").exists()
+    assert run.bits() == before
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "truncated"])
