@@ -9,6 +9,7 @@ either, for those are unpickled a second time while loading. The tensors' own fi
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class TensorReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """The metadata of all ranks, with the load's id as torch wants it."""
-        with open(self.path / ".metadata", "rb") as file:
+        with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _TensorsOnly(file).load()
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
