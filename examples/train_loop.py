@@ -34,7 +34,7 @@ def train_forward(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def main(arguments: list[str] | None = None) -> float:
+def main(arguments: list[str] | None = None) -> float | None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--policy", default="observe")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> float:
         checkpoints=fp8watch.Checkpoints(options.checkpoints, every=20), policy=options.policy,
     )  # fmt: skip
     watch.resume()  # newest checkpoint that is not tainted, if any
-    loss = torch.zeros(())
+    loss = None
     while watch.global_step < options.steps:
         for batch in watch.batches(loader):  # a loader whose position rollback can restore
             loss = train_forward(model, batch)
@@ -64,8 +64,9 @@ def main(arguments: list[str] | None = None) -> float:
             if watch.global_step >= options.steps:
                 break
     watch.detach()
-    return float(loss.detach())
+    return None if loss is None else float(loss.detach())
 
 
 if __name__ == "__main__":
-    print(f"final loss {main():.4f}")
+    final = main()
+    print("nothing to train: the steps asked for are done" if final is None else f"final loss {final:.4f}")

@@ -19,18 +19,20 @@ from fp8watch.settings import from_environment
 
 app = typer.Typer(help="What was done or proposed, and what waits for a person.", no_args_is_help=True)
 RunOption = Annotated[str | None, typer.Option("--run", help="Run; default: the newest.")]
+RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Run; default: the newest.")]
 IdArgument = Annotated[str, typer.Argument(help="Id of an action that waits.")]
 
 
 @app.command("list")
 def list_actions(
+    name: RunArgument = None,
     run: RunOption = None,
     waiting: Annotated[bool, typer.Option("--waiting", help="Only what waits for a person.")] = False,
     directory: DirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the actions of a run in the order they were decided."""
-    found = stores.find(stores.folder(directory), run)
+    found = stores.find(stores.folder(directory), name or run)
     with stores.reading(found) as store:
         actions = list(store.read(found.record.run, ActionRecord))
     if waiting:

@@ -17,12 +17,15 @@ from fp8watch.replay.incident import Incident, find
 
 app = typer.Typer(help="Incidents: what was found, why, and what came of it.", no_args_is_help=True)
 RunOption = Annotated[str | None, typer.Option("--run", help="Run; default: the newest.")]
+RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Run; default: the newest.")]
 
 
 @app.command("list")
-def list_incidents(run: RunOption = None, directory: DirOption = None, as_json: JsonOption = False) -> None:
+def list_incidents(
+    name: RunArgument = None, run: RunOption = None, directory: DirOption = None, as_json: JsonOption = False
+) -> None:
     """List the incidents of a run."""
-    found = stores.find(stores.folder(directory), run)
+    found = stores.find(stores.folder(directory), name or run)
     grouped: dict[str, list[Finding]] = defaultdict(list)
     answers: dict[str, list[ActionRecord]] = defaultdict(list)
     with stores.reading(found) as store:

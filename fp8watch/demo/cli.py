@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -108,7 +112,16 @@ def _run_screen(plan: Plan, with_unwatched: bool) -> None:
     with Screen(console) as screen:
         progress = run_plan(plan, with_unwatched=with_unwatched, listener=screen)
     console.print(closing_table(progress))
+    program = _program()
     console.print("look further:")
-    console.print("  fp8watch console")
+    console.print(f"  {program} console")
     if progress.story.store is not None:
-        console.print(f"  fp8watch replay {escape(str(progress.story.store))}", soft_wrap=True)
+        console.print(f"  {program} replay {escape(str(progress.story.store))}", soft_wrap=True)
+
+
+def _program() -> str:
+    """How a person calls us from here: `make demo` runs a program that is not on the PATH."""
+    ours = Path(sys.executable).with_name("fp8watch")
+    if shutil.which("fp8watch") == str(ours) or not ours.exists():
+        return "fp8watch"
+    return os.path.relpath(ours) if ours.is_relative_to(Path.cwd()) else str(ours)

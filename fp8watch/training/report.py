@@ -26,10 +26,13 @@ def lines(
     mode: str,
     capabilities: Mapping[str, str],
     directory: Path,
+    disarmed: str | None = None,
 ) -> list[str]:
-    """The report, a few lines of plain text."""
+    """The report, a few lines of plain text. `disarmed`: why nothing may act, whatever the policy says."""
     rank = f", rank {identity.rank} of {identity.world_size}" if identity.world_size > 1 else ""
     text = [f"fp8watch: run {identity.run}{rank}, policy {policy_name} ({mode}), records in {directory}"]
+    if disarmed is not None and mode != "observe":
+        text.append(f"  nothing acts: {disarmed}")
     if layout.columns:
         text.append(
             f"  watching {layout.observed_modules} of {layout.expected_modules} FP8 modules "

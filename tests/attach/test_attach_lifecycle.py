@@ -151,3 +151,10 @@ def test_several_ranks_observe_and_do_not_act(trainer, channel, monkeypatch):
     trainer.steps(watch, 1)
     assert channel().of(StepFrame)[-1].rank == 2
     assert channel().preamble[0].world_size == 4
+
+
+def test_what_disarms_a_run_is_said_at_attach(trainer, channel, monkeypatch, capfd):
+    monkeypatch.setenv("FP8WATCH_REPORT", "1")
+    monkeypatch.setenv("FP8WATCH_DISARM", "1")
+    fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    assert "nothing acts: disarmed by FP8WATCH_DISARM" in capfd.readouterr().err

@@ -94,6 +94,7 @@ def test_a_run_whose_process_died_is_not_shown_as_running(home: Path) -> None:
 
 def test_incidents_and_their_evidence(home: Path) -> None:
     (listed,) = json.loads(call("incident", "list", "--run", "first", "--dir", str(home), "--json").stdout)
+    assert json.loads(call("incident", "list", "first", "--dir", str(home), "--json").stdout) == [listed]
     assert listed["incident"] == "i1"
     assert listed["actions"] == ["first-1.0001"]
     shown = json.loads(call("incident", "show", "i1", "--run", "first", "--dir", str(home), "--json").stdout)
@@ -105,6 +106,8 @@ def test_incidents_and_their_evidence(home: Path) -> None:
 @pytest.mark.parametrize("verdict", ["approve", "refuse"])
 def test_an_action_that_waits_is_answered(home: Path, verdict: str) -> None:
     waiting = json.loads(call("actions", "list", "--waiting", "--dir", str(home), "--json").stdout)
+    named = call("actions", "list", waiting[0]["run"], "--waiting", "--dir", str(home), "--json")
+    assert json.loads(named.stdout) == waiting
     assert [item["id"] for item in waiting] == ["second-1.0001"]
     assert call("actions", verdict, "first-1.0001", "--dir", str(home)).exit_code == 0
     with contextlib.closing(SqliteStore(home / "runs" / "first" / "store.sqlite", read_only=True)) as store:
