@@ -24,8 +24,18 @@ class NotAScalar(ValueError):
 def as_scalar(value: Any, name: str = "loss") -> Scalar:
     """A float, or a detached 0-D tensor on whatever device it is; raises `NotAScalar`.
 
-    Tensors of one element, Python and numpy numbers are scalars; a NaN or infinity is one too.
+    Tensors of one element, Python and numpy numbers are scalars; a NaN or infinity is one too. Whatever else a value
+    raises when it is looked at is a `NotAScalar` too.
     """
+    try:
+        return _scalar(value, name)
+    except NotAScalar:
+        raise
+    except Exception as error:
+        raise NotAScalar(f"{name} is of type {type(value).__name__}, which raises {type(error).__name__}") from error
+
+
+def _scalar(value: Any, name: str) -> Scalar:
     if isinstance(value, torch.Tensor):
         return _tensor_scalar(value, name)
     if isinstance(value, np.ndarray | np.generic) and value.size == 1 and value.dtype.kind in "fiub":
@@ -39,6 +49,8 @@ def as_scalar(value: Any, name: str = "loss") -> Scalar:
 
 
 def _tensor_scalar(value: torch.Tensor, name: str) -> torch.Tensor:
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        raise NotAScalar(f"{name} is {_describe(value)}; fp8watch wants one number in a dense tensor")
     if value.numel() != 1 or value.is_complex() or value.device.type == "meta":
         raise NotAScalar(f"{name} is {_describe(value)}; fp8watch wants one number, for example {name}.mean()")
     placements = getattr(value, "placements", None)
@@ -51,7 +63,10 @@ def _tensor_scalar(value: torch.Tensor, name: str) -> torch.Tensor:
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+        if value.is_nested:
+            return f"a nested tensor, {value.dtype}, on {value.device}"
+        layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+        return f"a {layout}tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape}, {value.dtype}"
     return "None" if value is None else f"of type {type(value).__name__}"
@@ -86,18 +101,25 @@ class StepScalars:
         if value is not None:
             self._values[name] = value
 
-    def give(self, values: Mapping[str, Any]) -> None:
+    def give(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Keep what the loop gives under a name of `GIVEN`: a scalar, or a mapping from modules to scalars, which
-        become `name:module`. Raises `NotAScalar`; what came before it counts."""
+        become `name:module`. Returns name -> reason of what is no scalar or has another name; the rest counts."""
+        refused: dict[str, str] = {}
         for name, value in values.items():
             if name not in GIVEN:
-                raise NotAScalar(f"record: {name} is none of {', '.join(GIVEN)}")
+                refused[name] = f"watch.record takes {', '.join(GIVEN)}"
+                continue
             parts = (
                 {f"{name}:{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
             )
             for key, item in parts.items():
-                scalar = as_scalar(item, key)
-                self._values[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
+                try:
+                    scalar = as_scalar(item, key)
+                except NotAScalar as error:
+                    refused[key] = str(error)
+                else:
+                    self._values[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
+        return refused
 
     def has(self, name: str) -> bool:
         """Whether this step has a value of that name so far."""

@@ -19,7 +19,7 @@ _TOKEN_KEYS = ("input_ids", "tokens")
 def count_samples(batch: Any) -> int | None:
     """Length of the first dimension of the first tensor; None where there is none."""
     for tensor in _tensors(batch):
-        return int(tensor.shape[0]) if tensor.dim() else 1
+        return int(tensor.size(0)) if tensor.dim() else 1  # a nested tensor has no shape, but a first dimension
     return None
 
 
@@ -27,12 +27,21 @@ def count_tokens(batch: Any) -> int | None:
     """Elements of `input_ids` or `tokens`, else of the first integer tensor of two or more dimensions; None: none."""
     if isinstance(batch, Mapping):
         for key in _TOKEN_KEYS:
-            if isinstance(batch.get(key), torch.Tensor):
-                return int(batch[key].numel())
+            found = _field(batch, key)
+            if isinstance(found, torch.Tensor):
+                return int(found.numel())
     for tensor in _tensors(batch):
         if tensor.dim() >= 2 and tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
             return int(tensor.numel())
     return None
+
+
+def _field(batch: Mapping[Any, Any], key: str) -> Any:
+    """A field or None: lazy mappings say in ways of their own that they have no such field."""
+    try:
+        return batch.get(key)
+    except Exception:
+        return None
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ inside worker processes is not replayed exactly; everything drawn in the main pr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,23 +24,59 @@ from fp8watch.training.skip_first import skipping
 
 ONE_SHOT = "the loader can be iterated only once ({type}); give a DataLoader or something that can be iterated again"
 BYPASSED = "the loop does not take its batches from watch.batches(loader)"
+APART = (
+    "a loader with state_dict is iterated a second time while an iteration is under way: its state is not the loop's"
+)
+SHARED = (
+    "batches: a loader is iterated again while an iteration over it is under way; a rollback restores the position "
+    "of the first"
+)
 
 State = dict[str, Any]
 
 
+class _Cursor(Iterator[Any]):
+    """One iteration over a loader. It holds its `Batches`, which holds it weakly: both last as long as the loop."""
+
+    def __init__(self, batches: Batches, iterator: Iterator[Any] | None, epoch_state: State) -> None:
+        self._batches = batches
+        self.iterator = iterator
+        """The loader's own; None: to be made at a restored position."""
+        self.epoch_state = epoch_state
+        self.index = 0
+        self.samples = 0
+        self.is_over = False
+        self.leads = False
+        """The position of the `Batches` is this one's."""
+        self.target = -1
+        """The epoch at whose end a leading iteration is over."""
+
+    def __next__(self) -> Any:
+        return self._batches._next(self)
+
+
 class Batches:
-    """A rewindable view of a loader. `samples` and `skipped_samples` count since the start of training."""
+    """A rewindable view of a loader. `samples` and `skipped_samples` count since the start of training.
+
+    The position is that of one iteration, the oldest that is under way. One that begins meanwhile (a look at a
+    sample, an evaluation on the same loader, `zip`) is independent of it, as it would be with the bare loader.
+    """
 
     def __init__(self, loader: Iterable[Any], on_batch: Callable[[Any], None] | None = None) -> None:
         self.loader = loader
         self._on_batch = on_batch
         self._is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._iterator: Iterator[Any] | None = None
+        self._cursors: list[weakref.ref[_Cursor]] = []
         self._epoch = -1
         self._index = 0
         self._epoch_state: State = {}
         self._pending: tuple[State, int] | None = None
         self._tokens: int | None = None
+        self._is_token_count_whole = True
+        self.uncounted: dict[str, str] = {}
+        """`samples` or `tokens` -> why a batch's could not be counted."""
+        self.remark: str | None = None
+        """What the person who trains should know about how the loader is used."""
         self.samples = 0
         """Position in the stream of samples: yielded ones and those left out on purpose."""
         self.skipped_samples = 0
@@ -53,54 +90,110 @@ class Batches:
         """One epoch, the way the bare loader starts one; after a restored position, the rest of that epoch."""
         if self.unavailable is BYPASSED:
             self.unavailable = None
-        if self._pending is None:
-            self._start_epoch()
-        return self._run()
+        if self._lead() is not None:
+            self.remark = SHARED
+            if self._is_stateful and self.unavailable is None:
+                self.unavailable = APART  # the loader's state is that of its newest iterator
+            epoch_state = {} if self._is_stateful else _epoch_state(self.loader)
+            cursor = _Cursor(self, iter(self.loader), epoch_state)
+        else:
+            iterator = self._start_epoch() if self._pending is None else None
+            cursor = _Cursor(self, iterator, self._epoch_state)
+            cursor.leads, cursor.target = True, self._epoch
+        self._cursors.append(weakref.ref(cursor))
+        return cursor
 
     def __len__(self) -> int:
         """Batches of an epoch, where the loader knows."""
         return len(self.loader)  # type: ignore[arg-type]
 
-    def _run(self) -> Iterator[Any]:
-        target = self._epoch
+    def _lead(self) -> _Cursor | None:
+        """The iteration whose position is ours: the oldest under way, the next one when that is over or dropped."""
+        under_way = [cursor for ref in self._cursors if (cursor := ref()) is not None and not cursor.is_over]
+        if len(under_way) != len(self._cursors):
+            self._cursors = [weakref.ref(cursor) for cursor in under_way]
+        if not under_way:
+            return None
+        lead = under_way[0]
+        if not lead.leads:
+            lead.leads = True
+            if self._pending is None:
+                self._epoch += 1
+                self._index, self._epoch_state = lead.index, lead.epoch_state
+                self.samples += lead.samples
+            lead.target = self._epoch
+            if self.unavailable is APART and len(under_way) == 1:
+                self.unavailable = None
+        return lead
+
+    def _next(self, cursor: _Cursor) -> Any:
+        if cursor.is_over:
+            raise StopIteration
+        if self._lead() is cursor:
+            return self._next_of_lead(cursor)
+        assert cursor.iterator is not None
+        try:
+            batch = next(cursor.iterator)
+        except StopIteration:
+            cursor.is_over, cursor.iterator = True, None
+            raise
+        cursor.index += 1
+        cursor.samples += self._count("samples", count_samples, batch) or 0
+        return batch
+
+    def _next_of_lead(self, cursor: _Cursor) -> Any:
         while True:
             if self._pending is not None:
-                self._reposition()
-                target = max(target, self._epoch)
-            assert self._iterator is not None
+                cursor.iterator = self._reposition()
+                cursor.target = max(cursor.target, self._epoch)
+            assert cursor.iterator is not None
             try:
-                batch = next(self._iterator)
+                batch = next(cursor.iterator)
             except StopIteration:
                 # A rollback went back over an epoch's end: the epochs in between belong to this loop too.
-                if self._epoch < target:
-                    self._start_epoch()
+                if self._epoch < cursor.target:
+                    cursor.iterator = self._start_epoch()
                     continue
-                self._iterator = None
-                return
+                cursor.is_over, cursor.iterator = True, None
+                raise
             self._index += 1
-            self.samples += count_samples(batch) or 0
-            tokens = count_tokens(batch)
+            self.samples += self._count("samples", count_samples, batch) or 0
+            tokens = self._count("tokens", count_tokens, batch)
             if tokens is not None:
                 self._tokens = (self._tokens or 0) + tokens
             if self._on_batch is not None:
                 self._on_batch(batch)
-            yield batch
+            return batch
+
+    def _count(self, name: str, count: Callable[[Any], int | None], batch: Any) -> int | None:
+        """A count that never raises: batches are whatever the dataset makes them, with methods of their own."""
+        try:
+            return count(batch)
+        except Exception as error:
+            self.uncounted.setdefault(name, f"a batch ({type(batch).__name__}) raises {type(error).__name__}")
+            if name == "tokens":
+                self._is_token_count_whole = False
+            return None
 
     def take_tokens(self) -> int | None:
-        """Tokens yielded since the last call; None: batches hold no integer tensor, or none was yielded."""
+        """Tokens yielded since the last call; None: batches hold no integer tensor, none was yielded, or not all
+        could be counted (see `uncounted`)."""
         tokens, self._tokens = self._tokens, None
-        return tokens
+        is_whole, self._is_token_count_whole = self._is_token_count_whole, True
+        return tokens if is_whole else None
 
     def note_boundary(self) -> None:
         """A step is done. If nothing was taken from us by then, the loop iterates over the bare loader."""
         if self._epoch < 0 and self._pending is None and self.unavailable is None:
             self.unavailable = BYPASSED
 
-    def _start_epoch(self) -> None:
+    def _start_epoch(self) -> Iterator[Any]:
         self._epoch += 1
         self._index = 0
+        if self.unavailable is APART:
+            self.unavailable = None
         self._epoch_state = {} if self._is_stateful else _epoch_state(self.loader)
-        self._iterator = iter(self.loader)
+        return iter(self.loader)
 
     def state_dict(self) -> State:
         """The position after the last batch yielded, as tensors and plain values. Cheap: called at every save."""
@@ -134,20 +227,20 @@ class Batches:
         self.skipped_samples = int(state.get("skipped_samples", 0))
         self._tokens = None
 
-    def _reposition(self) -> None:
+    def _reposition(self) -> Iterator[Any]:
         assert self._pending is not None
         (state, skip_batches), self._pending = self._pending, None
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
         self._epoch_state = state.get("epoch_state", {})
         if self._epoch < 0:
-            self._start_epoch()
+            iterator = self._start_epoch()
         elif self._is_stateful:
             if "loader" in state:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            self._iterator = iter(self.loader)
+            iterator = iter(self.loader)
         else:
-            self._iterator = self._replayed()
-        self._leave_out(skip_batches)
+            iterator = self._replayed()
+        return self._leave_out(iterator, skip_batches)
 
     def _replayed(self) -> Iterator[Any]:
         """A new iterator of the epoch at `self._index`; the host's generators end as they are now."""
@@ -171,21 +264,21 @@ class Batches:
         finally:
             rng.restore(now)
 
-    def _leave_out(self, num_batches: int) -> None:
+    def _leave_out(self, iterator: Iterator[Any], num_batches: int) -> Iterator[Any]:
         """Consume batches without yielding them, over the end of epochs too."""
         while num_batches > 0:
-            assert self._iterator is not None
-            batch = next(self._iterator, _END)
+            batch = next(iterator, _END)
             if batch is _END:
                 if self._index == 0:
-                    return  # an empty loader
-                self._start_epoch()
+                    break  # an empty loader
+                iterator = self._start_epoch()
                 continue
             num_batches -= 1
             self._index += 1
-            size = count_samples(batch) or 0
+            size = self._count("samples", count_samples, batch) or 0
             self.samples += size
             self.skipped_samples += size
+        return iterator
 
 
 _END = object()

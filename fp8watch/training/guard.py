@@ -46,6 +46,11 @@ class Guard:
             self._in_a_row.pop(part, None)
         return result
 
+    def off(self) -> list[tuple[str, str]]:
+        """Parts that are not called any more, and why: what the layout says of them."""
+        text = "off for the rest of this run after {} failures in a row ({})"
+        return [(part, text.format(self._in_a_row.get(part, self._limit), why)) for part, why in self.disabled.items()]
+
     def failed(self, part: str, error: BaseException) -> None:
         """Count a failure of a part; say the first one, and the end of the part when it is one too many."""
         self.failures[part] = self.failures.get(part, 0) + 1

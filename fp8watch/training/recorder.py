@@ -6,7 +6,7 @@ Everything runs on the training thread, is kept away from training by the guard,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fp8watch.capture import frames, gradients
 from fp8watch.capture.closer import CloserLook, CloserOptions
 from fp8watch.capture.frames import LayoutBook, StepNote
 from fp8watch.capture.ring import Ring
-from fp8watch.capture.scalars import NotAScalar, Scalar, StepScalars
+from fp8watch.capture.scalars import GIVEN, NotAScalar, Scalar, StepScalars, as_scalar
 from fp8watch.capture.source import Reading, Source
 from fp8watch.capture.update_size import UpdateSize, UpdateSums
 from fp8watch.records import Layout, StepFrame, TensorColumn
@@ -71,7 +71,7 @@ class Recorder:
         self.layouts = LayoutBook(run, rank)
         self._update: UpdateSums | None = None
         self._reasons: dict[str, str] = {}
-        self._layout_state: tuple[Any, ...] = (None, None, -1, -1)
+        self._layout_state: tuple[Any, ...] = (None, None, -1, -1, -1)
         self.refresh_layout(0)
         self.closer = CloserLook(
             model=model, optimizer=optimizer, source=self._source, modules=modules, device=device,
@@ -96,12 +96,17 @@ class Recorder:
         is_skipped = False
         if not has_closure:
             guard.call("clip", self._clip.before_step)
+            if self._clip.failure is not None:
+                self.not_observed("clip", f"clipping before the optimizer step failed: {self._clip.failure}")
             may_act = self._may_act()
             if may_act or self._skip.ask_peers is not None:
                 is_skipped = bool(guard.call("skip_update", self._skip.before_step, may_act=may_act))
+            if self._skip.failure is not None:
+                self.not_observed("skip_update", f"the guard failed: {self._skip.failure}")
             guard.call("grad_norm", self._take_norm)
         elif self._skip.is_armed:
             self.not_observed("skip_update", "optimizer.step is given a closure, which makes the gradients inside it")
+        self._clip.release()
         if is_skipped:
             guard.call("skip_update end", self._skip.after_step)
         else:
@@ -128,6 +133,7 @@ class Recorder:
         started = time.perf_counter()
         self._update = self._guard.call("update_rms", self._update_size.after)
         if has_closure:
+            self._guard.call("clip", self._clip.after_closure)
             self._guard.call("grad_norm", self._take_norm)
         self._own_seconds += time.perf_counter() - started
 
@@ -162,6 +168,11 @@ class Recorder:
             "closer look begin" if self._source is None else f"{self._source.name} begin", self.closer.begin, step
         )
 
+    def give(self, values: Mapping[str, Any]) -> None:
+        """What only the loop knows of the step; see `StepScalars.give`."""
+        for name, reason in self.scalars.give(values).items():
+            self.not_observed(name, reason)
+
     def micro_loss(self, loss: Any) -> None:
         """One micro-batch's loss."""
         try:
@@ -169,17 +180,14 @@ class Recorder:
         except NotAScalar as error:
             self.not_observed("loss", str(error))
 
-    def finish(self, loss: Any, *, step: int, attempt: int, tokens: float | None, samples: float | None) -> None:
-        """The step is over: take its numbers and start their copy to the host."""
+    def finish(self, loss: Any, *, step: int, attempt: int, tokens: Any, samples: float | None) -> None:
+        """The step is over: take its numbers and start their copy to the host. `loss`, `tokens`: as given."""
         started = time.perf_counter()
         updates = max(1, self.scalars.num_micro_batches)
-        try:
-            self.scalars.loss(loss)
-        except NotAScalar as error:
-            self.not_observed("loss", str(error))
+        self._guard.call("loss", self._take_loss, loss)
         if not self.scalars.has("loss") and loss is None:
             self.not_observed("loss", "watch.step was called without a loss")
-        self.scalars.put("tokens", tokens)
+        self._guard.call("tokens", self._take_tokens, tokens)
         self.scalars.put("samples", samples)
         self._guard.call("scalars", self._take_scalars)
         reading = self._guard.call(f"{self._source.name} read", self._source.read) if self._source is not None else None
@@ -194,6 +202,19 @@ class Recorder:
         self._last_boundary = started
         self._guard.call("ring", self._push, reading, step, attempt, started, updates)
 
+    def _take_loss(self, loss: Any) -> None:
+        try:
+            self.scalars.loss(loss)
+        except NotAScalar as error:
+            self.not_observed("loss", str(error))
+
+    def _take_tokens(self, tokens: Any) -> None:
+        # A device tensor stays one: asking for its value would wait for the device.
+        try:
+            self.scalars.put("tokens", None if tokens is None else as_scalar(tokens, "tokens"))
+        except NotAScalar as error:
+            self.not_observed("tokens", str(error))
+
     def _push(self, reading: Reading | None, step: int, attempt: int, started: float, updates: int) -> None:
         # What is spent from here on, sending included, counts for the next step: the sum over steps is exact.
         self.scalars.put("overhead_seconds", self._own_seconds + time.perf_counter() - started)
@@ -207,7 +228,16 @@ class Recorder:
             zero_is_unseen=reading is not None and reading.zero_is_unseen,
             num_update_elements=update.num_elements if update is not None else 0,
         )  # fmt: skip
-        self._ring.push(frames.device_values(device, reading, update), note)
+        try:
+            self._ring.push(frames.device_values(device, reading, update), note)
+        except Exception as error:
+            # One tensor from the loop must not cost the step: try what is our own, which raises if it is at fault.
+            own = {name: value for name, value in device.items() if not _is_given(name)}
+            if len(own) == len(device):
+                raise
+            self._ring.push(frames.device_values(own, reading, update), note)
+            for name in device.keys() - own.keys():
+                self.not_observed(name, f"its tensor cannot be copied with the step ({type(error).__name__})")
 
     def _take_scalars(self) -> None:
         reading = self._clip.take()
@@ -227,7 +257,7 @@ class Recorder:
                 self.scalars.put("lr_factor", self._lr.factor())
             if not self.scalars.has("update_skipped"):
                 self.scalars.put("update_skipped", _flag(self._skip.last_skipped))
-        elif self._scaler is not None and self._scaler.is_enabled():
+        elif gradients.has_scaler(self._scaler):
             self.scalars.put("update_skipped", 1.0)
         else:
             self.not_observed("learning_rate", "optimizer.step was not seen between two watch.step calls")
@@ -240,19 +270,27 @@ class Recorder:
 
     def refresh_layout(self, attempt: int) -> bool:
         """Ask the source for its columns; True when there is a new layout to announce."""
+        if "layout" in self._guard.disabled:  # the source's columns as they were last, and what is off since
+            columns, missing = self._layout_state[:2]
+            return bool(
+                self._guard.call("layout of what is off", self._update_layout, columns or (), missing or (), attempt)
+            )
         return bool(self._guard.call("layout", self._refresh_layout, attempt))
 
     def _refresh_layout(self, attempt: int) -> bool:
-        columns = self._columns_now()
         missing = self._source.not_observable() if self._source is not None else ()
+        return self._update_layout(self._columns_now(), missing, attempt)
+
+    def _update_layout(self, columns: Sequence[TensorColumn], missing: Sequence[str], attempt: int) -> bool:
         # Sources hand out the same objects as long as nothing has changed: the usual step compares nothing else.
-        state = (columns, missing, len(self._reasons), attempt)
+        state = (columns, missing, len(self._reasons), len(self._guard.disabled), attempt)
         is_same = all(now is before or now == before for now, before in zip(state, self._layout_state, strict=True))
         self._layout_state = state
         if is_same:
             return False
         modules = list(missing)
         unseen = modules + self._static_unseen + [f"{name}: {why}" for name, why in self._reasons.items()]
+        unseen += [f"{part}: {why}" for part, why in self._guard.off()]
         return self.layouts.update(columns, unseen, len(modules) + len(self._static_unseen), attempt)
 
     @property
@@ -300,6 +338,11 @@ class Recorder:
         self._guard.call("closer look detach", self.closer.detach)
         if self._source is not None:
             self._guard.call(f"{self._source.name} detach", self._source.detach)
+
+
+def _is_given(name: str) -> bool:
+    """Whether a scalar's value comes from the loop."""
+    return name in ("loss", "tokens") or name.partition(":")[0] in GIVEN
 
 
 def _one(values: list[Any]) -> Scalar | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -39,7 +40,11 @@ class Watch:
         self._recorder = session.recorder
         self._pid = os.getpid()
         self._is_detached = False
-        self._batches: dict[int, Batches] = {}
+        # By identity, since a list can be neither hashed nor held weakly. A loop's iterator keeps its `Batches`, and
+        # with it the loader; what no loop iterates any more goes, but for the newest and the one of rollbacks.
+        self._batches: weakref.WeakValueDictionary[int, Batches] = weakref.WeakValueDictionary()
+        self._newest_batches: Batches | None = None
+        self._num_off = 0
 
     # What a person may look at
 
@@ -125,6 +130,7 @@ class Watch:
             data = self._session.context.parts.data
             known = data if isinstance(data, Batches) and data.loader is loader else Batches(loader)
             self._batches[id(loader)] = known
+            self._newest_batches = known
             if data is None:
                 self._session.set_data(known)
             elif data is not known:
@@ -157,11 +163,12 @@ class Watch:
         self._guard.call("loss", self._recorder.micro_loss, loss)
         self._recorder.spent(time.perf_counter() - started)
 
-    def step(self, loss: Any = None, tokens: int | None = None) -> None:
+    def step(self, loss: Any = None, tokens: float | torch.Tensor | None = None) -> None:
         """The step boundary, after `optimizer.step()` (and the scheduler's): record, apply what is due, save.
 
         `loss`: the raw loss, as a tensor of one element on any device, a float or a numpy scalar; after
-        `micro_step` calls it is not looked at. `tokens`: tokens of this step; None: counted in the batches seen.
+        `micro_step` calls it is not looked at. `tokens`: tokens of this step, a number or a tensor of one element on
+        any device, which is not waited for; None: counted in the batches seen.
         Raises `Halted` when the policy stops the run (`RanksApart`, a kind of it, when ranks may be in different
         states), and nothing else.
         """
@@ -171,6 +178,9 @@ class Watch:
         session = self._session
         self._guard.call("capture", self._record, loss, tokens)
         session.step += 1
+        if len(self._guard.disabled) != self._num_off:  # what is off is said in the layout, also when that is capture
+            self._num_off = len(self._guard.disabled)
+            self._recorder.refresh_layout(session.attempt)
         self._guard.call("frames", self._send_frames)
         self._guard.call("replies", self._take_replies)
         self._recorder.spent(time.perf_counter() - started)
@@ -193,13 +203,13 @@ class Watch:
         """Look at these FP8 layers (qualified names) in the coming steps: what their tensors would lose under other
         recipes, and, one layer a step, the GEMM again in BF16. Unknown names are passed over."""
         if not self._is_detached:
-            self._guard.call("closer look", self._recorder.closer.ask, list(modules))
+            self._guard.call("look_closer", self._look_closer, modules)
 
     def record(self, **values: Any) -> None:
         """Give what only the loop knows of the step under way, for its detectors: `attention_logit_max`, `kurtosis`,
         `zero_grad_ratio`, each a scalar on any device or a mapping from module names to scalars."""
         if not self._is_detached:
-            self._guard.call("record", self._recorder.scalars.give, values)
+            self._guard.call("record", self._recorder.give, values)
 
     def evaluation(self, scores: Mapping[str, Any]) -> None:
         """Record evaluation scores, each one number, at the present step."""
@@ -227,21 +237,35 @@ class Watch:
 
     # Parts of a step
 
-    def _record(self, loss: Any, tokens: int | None) -> None:
+    def _look_closer(self, modules: Any) -> None:
+        if isinstance(modules, str):
+            modules = [modules]
+        if not isinstance(modules, Iterable):
+            self._session.note(f"look_closer: {type(modules).__name__} given, names of modules are wanted")
+            return
+        self._recorder.closer.ask([name for name in modules if isinstance(name, str)])
+
+    def _record(self, loss: Any, tokens: Any) -> None:
         data = self._session.context.parts.data
         samples: float | None = None
         if isinstance(data, Batches):
             data.note_boundary()
-            if data.unavailable is None or data.samples:
+            if (data.unavailable is None or data.samples) and "samples" not in data.uncounted:
                 samples = float(data.samples)
-        counted = [n for batches in self._batches.values() if (n := batches.take_tokens()) is not None]
+        known = list(self._batches.values())
+        counted = [n for batches in known if (n := batches.take_tokens()) is not None]
         if tokens is None and counted:
             tokens = sum(counted)
+        for batches in known:
+            for name, reason in batches.uncounted.items():
+                self._recorder.not_observed(name, reason)
+            if batches.remark is not None:
+                self._session.note(batches.remark)
         self._recorder.finish(
             loss,
             step=self._session.step + 1,
             attempt=self._session.attempt,
-            tokens=None if tokens is None else float(tokens),
+            tokens=tokens,
             samples=samples,
         )
 
@@ -261,6 +285,9 @@ class Watch:
     def _send_evaluation(self, scores: Mapping[str, Any]) -> None:
         session = self._session
         values = {}
+        if not isinstance(scores, Mapping):
+            session.note(f"evaluation: {type(scores).__name__} given, a mapping from names to numbers is wanted")
+            return
         for name, value in scores.items():
             try:
                 values[str(name)] = float(value)
