@@ -1,8 +1,9 @@
 """What the user's scheduler would set at positions other than the present one, without touching it.
 
 Schedulers with a formula (LambdaLR, LinearLR, cosine, SequentialLR of such, ...) are asked for it on a shallow
-copy. All others are copied whole onto a throw-away optimizer and stepped there, which reaches only positions from
-the present one on. Either way the answer for the present position has to agree with the live LR.
+copy. Others are copied whole onto a throw-away optimizer and stepped there, which reaches only positions from
+the present one on. Either way the answer for the present position has to agree with the live LR. Only schedulers
+whose run-ahead cannot have a side effect are asked at all (`fp8watch.actions.lr_pure`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler as torch_schedulers
 
+from fp8watch.actions.lr_pure import why_not_ahead
 from fp8watch.errors import ActionError
 
 Values = tuple[float, ...]
@@ -39,6 +41,7 @@ class LrCurve:
         self.unavailable: str | None = None
         """Why the schedule cannot be evaluated; None: it can."""
         self._known: dict[int, Values] = {}
+        self._warmup_steps: int | None = None
         self._formula: Callable[[int], Values] | None = None
         self._stepped: _Stepped | None = None
         if scheduler is None:
@@ -46,6 +49,9 @@ class LrCurve:
             return
         if not isinstance(getattr(scheduler, "last_epoch", None), int):
             self.unavailable = f"{type(scheduler).__name__} has no last_epoch"
+            return
+        self.unavailable = why_not_ahead(scheduler)
+        if self.unavailable is not None:
             return
         try:
             self._formula = self._agreeing_formula()
