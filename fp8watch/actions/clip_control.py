@@ -1,7 +1,10 @@
 """Clipping of the gradient norm with a limit of ours beside the user's: the lower one holds.
 
 `clip_grad_norm_` is torch's own function called with that limit, so the result is bit-identical to torch's for
-the same limit. Where the loop never clips, `before_step` does it inside the optimizer wrapper. Of sharded gradients
+the same limit. While a limit of ours holds, `before_step` clips inside the optimizer wrapper what the loop did not:
+all of the optimizer's gradients, when no single clip of the loop was taken over all of them as they are now (it never
+clips, clips some only or in several calls, or changes gradients afterwards). Which gradients a clip covered is told
+by the tensors and their version counters; a change through `.data` does not count there. Of sharded gradients
 (DTensor) torch computes the norm of the whole over all ranks; what is kept of it is reduced likewise.
 """
 
@@ -29,9 +32,56 @@ class ClipReading:
     norm: torch.Tensor
     limit: float | None
     """The limit in force; None: measured only, nothing clipped."""
-    num_gradients: int
-    """Gradients that the norm is of; 0 while nobody asks (`ClipControl.counts_gradients`)."""
     by_user: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cover:
+    """The gradients that one clip was taken over, as it left them, and their norm before."""
+
+    norm: torch.Tensor
+    norm_type: float
+    gradients: dict[int, tuple[torch.Tensor, int]]
+    """Identity -> the tensor, held so that its identity is not given to another, and its version."""
+
+    def touched(self, gradients: list[torch.Tensor]) -> bool:
+        """Whether any of these was clipped, changed since or not."""
+        return any(id(gradient) in self.gradients for gradient in gradients)
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether this one was clipped and is unchanged since."""
+        known = self.gradients.get(id(gradient))
+        return known is not None and known[1] == version(gradient) >= 0
+
+
+def version(gradient: torch.Tensor) -> int:
+    """How often a tensor was changed in place, through its shard too; -1 where torch does not count."""
+    try:
+        local = getattr(gradient, "_local_tensor", None)
+        return gradient._version + (local._version if isinstance(local, torch.Tensor) else 0)
+    except RuntimeError:  # tensors made in inference mode
+        return -1
+
+
+def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """`torch.nn.utils.get_total_norm`, also of gradients on several device meshes, which torch refuses to mix."""
+    meshes: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        meshes.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    if len(meshes) == 1:
+        return get_total_norm(gradients, norm_type)
+    norms = [whole(get_total_norm(some, norm_type)) for some in meshes.values()]
+    together: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+    )
+    return together
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All gradients that an optimizer would use now, without empty ones: they have no largest element."""
+    return [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.grad.numel()
+    ]
 
 
 def whole(norm: torch.Tensor) -> torch.Tensor:
@@ -53,11 +103,12 @@ class ClipControl:
         self._recent_norms: deque[torch.Tensor] = deque(maxlen=8)
         self._clipped: deque[torch.Tensor] = deque(maxlen=CLIP_WINDOW)
         self._calls = 0
-        self._is_clipped = False
+        self._covers: list[Cover] = []
         self._verify = False
+        self._failure: str | None = None
         self._norm_after: torch.Tensor | None = None
-        self.counts_gradients = False
-        """Whether readings say how many gradients they are of: looking at each parameter's takes a while."""
+        self.keeps_covers = False
+        """Whether clips note which gradients they are of, also without a limit of ours: it takes a while."""
 
     @property
     def limit(self) -> float | None:
@@ -88,8 +139,13 @@ class ClipControl:
 
     @property
     def norm_after(self) -> torch.Tensor | None:
-        """Norm measured after the first clip under the present limit; None: no clip since."""
+        """Norm of what the optimizer got in its first update under the present limit; None: no update since."""
         return self._norm_after
+
+    @property
+    def failure(self) -> str | None:
+        """Why clipping in the optimizer's wrapper failed when it was last asked for; None: it did not."""
+        return self._failure
 
     @property
     def current(self) -> ClipReading | None:
@@ -103,7 +159,6 @@ class ClipControl:
         return ClipReading(
             norm=torch.linalg.vector_norm(norms),
             limit=min(limits, default=None),
-            num_gradients=sum(reading.num_gradients for reading in self._readings),
             by_user=any(reading.by_user for reading in self._readings),
         )
 
@@ -111,7 +166,17 @@ class ClipControl:
         """`current`, and begin a new step. The core calls it once at each boundary."""
         reading = self.current
         self._readings = []
+        self.release()
         return reading
+
+    def take_covers(self) -> list[Cover]:
+        """Which gradients were clipped since the last update, and forget it."""
+        covers, self._covers = self._covers, []
+        return covers
+
+    def release(self) -> None:
+        """Hold no gradients any more: the update is about to be made, or the step is over."""
+        self._covers = []
 
     def clip_grad_norm_(
         self,
@@ -126,30 +191,56 @@ class ClipControl:
         self._user_limit = float(max_norm)
         limit = self._user_limit if self._limit is None else min(self._user_limit, self._limit)
         norm = torch_clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite, foreach)
-        self._is_clipped = True
-        self._note(norm, limit, parameters, norm_type, by_user=True)
+        self._note(norm, limit, by_user=True)
+        self._cover(norm, norm_type, parameters)
         return norm
 
     def before_step(self) -> None:
-        """In the optimizer wrapper, before the skip guard: clip where the loop did not, if we have a limit."""
-        is_clipped, self._is_clipped = self._is_clipped, False
-        if self._limit is None or is_clipped:
+        """In the optimizer wrapper, before the skip guard: clip what the loop did not, if we have a limit."""
+        try:
+            if self._limit is not None:
+                self._hold_limit(self._limit)
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        self._failure = None
+
+    def _hold_limit(self, limit: float) -> None:
+        gradients = gradients_of(self._optimizer)
+        if not gradients:
             return
+        for cover in self._covers:
+            if all(cover.holds(gradient) for gradient in gradients):
+                self._check(gradients, cover.norm_type)
+                return
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not parameters:
-            return
-        norm = get_total_norm([p.grad for p in parameters])
+        norm = self._unscaled(total_norm(gradients))
+        for mesh in {getattr(gradient, "device_mesh", None) for gradient in gradients}:
+            clip_grads_with_norm_([p for p in parameters if getattr(p.grad, "device_mesh", None) == mesh], limit, norm)
+        self._note(norm, limit, by_user=False)
+        self._cover(norm, 2.0, parameters)
+        self._check(gradients, 2.0)
+
+    def after_closure(self) -> None:
+        """In the optimizer wrapper, after an update with a closure: nothing could be clipped before it; what the
+        optimizer got is measured all the same."""
+        if self._limit is not None and self._calls and (gradients := gradients_of(self._optimizer)):
+            self._check(gradients, 2.0)
+
+    def _unscaled(self, norm: torch.Tensor) -> torch.Tensor:
         # A GradScaler with a fused optimizer leaves the gradients scaled and hands the scale to the kernel.
         grad_scale = getattr(self._optimizer, "grad_scale", None)
-        if grad_scale is not None:
-            norm = norm / grad_scale.to(norm.device)
-        clip_grads_with_norm_(parameters, self._limit, norm)
-        self._note(norm, self._limit, parameters, 2.0, by_user=False, grad_scale=grad_scale)
+        return norm if grad_scale is None else norm / grad_scale.to(norm.device)
+
+    def _check(self, gradients: list[torch.Tensor], norm_type: float) -> None:
+        if self._verify:
+            self._norm_after = self._unscaled(whole(total_norm(gradients, norm_type)))
+            self._verify = False
 
     def measure(self) -> torch.Tensor | None:
         """Total norm of the optimizer's gradients now (0-d), without clipping; None when there are none."""
-        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return whole(get_total_norm(gradients)) if gradients else None
+        gradients = gradients_of(self._optimizer)
+        return whole(total_norm(gradients)) if gradients else None
 
     def recent_norms(self) -> list[float]:
         """The last norms, oldest first. Reads tensors: for an action, not for each step."""
@@ -164,27 +255,23 @@ class ClipControl:
             return None
         return float(torch.stack(list(self._clipped)).to(torch.float32).mean())
 
-    def _note(
-        self,
-        norm: torch.Tensor,
-        limit: float,
-        parameters: list[torch.Tensor],
-        norm_type: float,
-        *,
-        by_user: bool,
-        grad_scale: torch.Tensor | None = None,
-    ) -> None:
-        gradients: list[torch.Tensor] = []
-        if self.counts_gradients or self._verify:
-            gradients = [p.grad for p in parameters if p.grad is not None]
+    def _note(self, norm: torch.Tensor, limit: float, *, by_user: bool) -> None:
         norm = whole(norm)
-        self._last = ClipReading(norm=norm, limit=limit, num_gradients=len(gradients), by_user=by_user)
+        self._last = ClipReading(norm=norm, limit=limit, by_user=by_user)
+        self._calls += 1
+        if not by_user and self._readings:
+            # The loop has clipped in this step: the norm that is told stays the loop's, comparable with earlier ones.
+            if self._clipped:
+                self._clipped[-1] = self._clipped[-1] | (norm > limit).to(self._clipped[-1].device)
+            return
         self._readings.append(self._last)
         self._recent_norms.append(norm)
-        self._calls += 1
         if self._limit is not None:
             self._clipped.append(norm > limit)
-        if self._verify and gradients:
-            after = whole(get_total_norm(gradients, norm_type))
-            self._norm_after = after if grad_scale is None else after / grad_scale.to(after.device)
-            self._verify = False
+
+    def _cover(self, norm: torch.Tensor, norm_type: float, parameters: list[torch.Tensor]) -> None:
+        if not self.keeps_covers and self._limit is None:
+            return
+        found = [p.grad for p in parameters if p.grad is not None]
+        held = {id(gradient): (gradient, version(gradient)) for gradient in found}
+        self._covers.append(Cover(norm=whole(norm), norm_type=float(norm_type), gradients=held))

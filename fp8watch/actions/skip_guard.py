@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils import get_total_norm
 
-from fp8watch.actions.clip_control import ClipControl, whole
+from fp8watch.actions.clip_control import ClipControl, gradients_of, total_norm, whole
+from fp8watch.capture.gradients import has_scaler
 
 MAX_IN_A_ROW = 3
 
@@ -52,26 +52,33 @@ class SkipGuard:
         self._has_let_go = False
         self._put_found_inf = False
         self._was_asked = False
-        self._clip_calls = 0
+        self._failure: str | None = None
         self.ask_peers: Callable[[bool, bool], bool] | None = None
         """In a run of several ranks: (this rank's gradients are bad, it may act) -> every rank leaves the update out.
         Called by all ranks at each update while the guard is armed."""
 
     def unavailable(self) -> str | None:
         """Why it cannot guard; None: it can."""
-        if self._scaler is not None and self._scaler.is_enabled():
+        if has_scaler(self._scaler):
             return "the GradScaler already skips updates whose gradients are not finite"
-        return None
+        return f"the guard failed when it was last asked: {self._failure}" if self._failure is not None else None
+
+    @property
+    def failure(self) -> str | None:
+        """Why it could not decide when it was last asked; None: it could. After several in a row nobody asks again."""
+        return self._failure
 
     def arm(self, reason: str) -> None:
         """Guard from the next update on. Several reasons may hold at once."""
         self._reasons.add(reason)
         if self._clip is not None:
-            self._clip.counts_gradients = True
+            self._clip.keeps_covers = True
 
     def disarm(self, reason: str) -> None:
         """Drop a reason; without any the guard rests."""
         self._reasons.discard(reason)
+        if self._clip is not None:
+            self._clip.keeps_covers = bool(self._reasons)
 
     @property
     def is_armed(self) -> bool:
@@ -80,7 +87,7 @@ class SkipGuard:
 
     @property
     def consulted(self) -> int:
-        """Updates it was asked about while armed."""
+        """Updates that it decided about while armed."""
         return self._consulted
 
     @property
@@ -106,9 +113,16 @@ class SkipGuard:
         self._was_asked = True
         self._skipped = False
         self._has_let_go = False
-        if not self._reasons:
-            return False
-        self._consulted += 1
+        try:
+            is_left_out = bool(self._reasons) and self._decide(may_act=may_act)
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        self._failure = None
+        self._consulted += bool(self._reasons)
+        return is_left_out
+
+    def _decide(self, *, may_act: bool) -> bool:
         if getattr(self._optimizer, "found_inf", None) is not None:
             return False  # a GradScaler has decided already
         if self.ask_peers is not None:
@@ -156,25 +170,26 @@ class SkipGuard:
 
     def _not_finite(self) -> torch.Tensor | None:
         """0-d bool on the gradients' device; None without gradients. Free of synchronisation."""
-        gradients = [
-            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        covers = self._clip.take_covers() if self._clip is not None else []
+        gradients = gradients_of(self._optimizer)
         if not gradients:
             return None
-        last = self._clip.last if self._clip is not None else None
-        is_fresh = self._clip is not None and self._clip.calls != self._clip_calls
-        if self._clip is not None:
-            self._clip_calls = self._clip.calls
-        if last is not None and is_fresh:
-            # A norm that is not finite has already spoilt the gradients: 0 or NaN, whatever they were.
-            flag = ~torch.isfinite(last.norm)
-            if last.num_gradients >= len(gradients):
-                return flag
-            return flag | ~torch.isfinite(whole(get_total_norm(gradients, float("inf")))).to(flag.device)
-        return ~torch.isfinite(whole(get_total_norm(gradients, float("inf"))))
+        covers = [cover for cover in covers if cover.touched(gradients)]
+        # A norm that is not finite has already spoilt the gradients: 0 or NaN, whatever they were.
+        norms = [cover.norm for cover in covers]
+        # A 0-norm counts elements and a negative one is of the smallest: neither sees every Inf and NaN.
+        telling = [cover for cover in covers if cover.norm_type > 0.0]
+        if not all(any(cover.holds(gradient) for cover in telling) for gradient in gradients):
+            values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+            values = [value for value in values if value.numel()]
+            if values:
+                norms.append(whole(total_norm(values, float("inf"))))
+        if not norms:
+            return None
+        flag = ~torch.isfinite(norms[0])
+        for norm in norms[1:]:
+            flag = flag | ~torch.isfinite(norm).to(flag.device)
+        return flag
 
     def _decides_on_device(self, flag: torch.Tensor) -> bool:
         if self._on_device is False or (self._on_device is None and flag.device.type == "cpu"):

@@ -42,6 +42,8 @@ class SkipUpdate:
         observed = {"armed": self._guard.is_armed, "skipped_total": float(self._guard.total)}
         if not self._guard.is_armed or self._guard.max_in_a_row != applied.expected["max_consecutive"]:
             return ReadBack(ok=False, observed=observed, detail="the guard is not armed as asked")
+        if self._guard.failure is not None:
+            return ReadBack(ok=False, observed=observed, detail=f"the guard failed: {self._guard.failure}")
         if self._guard.consulted <= applied.expected["after_question"]:
             return ReadBack(ok=None, observed=observed, detail="no optimizer step has asked it since")
         return ReadBack(ok=True, observed=observed)

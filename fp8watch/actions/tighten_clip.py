@@ -30,7 +30,8 @@ class TightenClip:
 
     def unavailable(self) -> str | None:
         """See `Action`."""
-        return None
+        failure = self._clip.failure
+        return None if failure is None else f"clipping before the optimizer step failed: {failure}"
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`. Refuses while the norm is not finite: no limit repairs that."""
@@ -67,15 +68,19 @@ class TightenClip:
         return factor * statistics.median(norms)
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """The limit of the last clip, and the norm measured after it."""
+        """The limit of the last clip, and the norm of what the optimizer got, measured over all its gradients."""
         limit = applied.expected["limit"]
+        if self._clip.failure is not None:
+            return ReadBack(ok=False, detail=self.unavailable() or "")
         last = self._clip.last
         if self._clip.calls <= applied.expected["after_clip"] or last is None:
             return ReadBack(ok=None, detail="no gradient was clipped since")
         after = self._clip.norm_after
         observed: dict[str, Any] = {"limit": last.limit, "norm_before": float(last.norm)}
         if after is None:
-            return ReadBack(ok=False, observed=observed, detail="the norm after clipping was not measured")
+            return ReadBack(
+                ok=False, observed=observed, detail="no optimizer step has measured the norm after clipping"
+            )
         observed["norm_after"] = float(after)
         observed["clipped_ratio"] = self._clip.clipped_ratio()
         if last.limit is None or last.limit > limit * (1 + 1e-6):

@@ -118,6 +118,6 @@ class CastLog:
         if columns not in self._indices:
             if len(self._indices) >= 64:
                 self._indices.clear()
-            pinned = torch.tensor(columns, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            pinned = torch.tensor(columns, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
             self._indices[columns] = pinned.to(self._device, non_blocking=True)
         return self._indices[columns]

@@ -17,6 +17,12 @@ SCALED = "gradients were still multiplied by the loss scale; call scaler.unscale
 SHARDED = "gradients are sharded; use watch.clip_grad_norm_, which knows their layout"
 
 
+def has_scaler(scaler: Any) -> bool:
+    """Whether a scaler is in use; one of another make that cannot say whether it is enabled counts as enabled."""
+    is_enabled = getattr(scaler, "is_enabled", None)
+    return scaler is not None and (bool(is_enabled()) if callable(is_enabled) else True)
+
+
 def is_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> bool:
     """Whether gradients still carry the loss scale, asked before or inside `optimizer.step`; never waits.
 
@@ -25,7 +31,7 @@ def is_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> bool:
     """
     if getattr(optimizer, "grad_scale", None) is not None:
         return True
-    if scaler is None or not scaler.is_enabled():
+    if not has_scaler(scaler):
         return False
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None or id(optimizer) not in states:

@@ -21,7 +21,7 @@ class HostFlags:
         if flags.device.type != "cuda":
             self._host = flags.cpu()
             return
-        self._host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        self._host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
         self._host.copy_(flags, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()

@@ -91,7 +91,7 @@ class _Lane:
         self.slot_bytes = slot_bytes
         self.is_accelerator = device.type != "cpu"
         pin = self.is_accelerator
-        self.host = [torch.zeros(slot_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(slots)]
+        self.host = [torch.zeros(slot_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin) for _ in range(slots)]
         self.memory = [buffer.numpy() for buffer in self.host]
         self.staging = torch.zeros(slot_bytes, dtype=torch.uint8, device=device) if self.is_accelerator else None
         self.events = [torch.Event(device) for _ in range(slots)] if self.is_accelerator else []

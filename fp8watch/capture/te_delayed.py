@@ -263,7 +263,9 @@ class TeDelayedSource:
         self._foreign.clear()
         index = None
         if positions != list(range(offset)):
-            index = torch.tensor(positions, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            index = torch.tensor(positions, device="cpu", pin_memory=device.type == "cuda").to(
+                device, non_blocking=True
+            )
         vector = _Vector(
             is_forward=is_forward, slots=found, positions=index, scales=tuple(scales), signature=signature,
             num_elements=offset,

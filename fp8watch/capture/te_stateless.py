@@ -121,7 +121,7 @@ class TeStatelessSource:
     def _grow(self) -> None:
         """New columns were met in this step: a larger log, and the order in which they are shown."""
         ignored = [UNKNOWN_SCALE if kind.recipe == "current" else float("nan") for kind in self._kinds]
-        log = CastLog(len(self._keys), self._device, ignored=self._on_device(torch.tensor(ignored)))
+        log = CastLog(len(self._keys), self._device, ignored=self._on_device(torch.tensor(ignored, device="cpu")))
         log.take_over(self._log)
         for position, worst in self._late:
             log.add(position, amax=worst, scale=None, fp8_max=1.0)
@@ -131,10 +131,13 @@ class TeStatelessSource:
         order = sorted(range(self._shown), key=self._rank)
         facts = [self._kinds[i] for i in order]
         self._columns = [self._column(self._keys[i], self._kinds[i]) for i in order]
-        self._ordered = self._on_device(torch.tensor(order, dtype=torch.int64))
+        self._ordered = self._on_device(torch.tensor(order, dtype=torch.int64, device="cpu"))
         has_scale = [kind.recipe != "nvfp4" for kind in facts]
         fp8_max = [kind.fp8_max if known else 1.0 for kind, known in zip(facts, has_scale, strict=True)]
-        self._facts = (self._on_device(torch.tensor(fp8_max)), self._on_device(torch.tensor(has_scale)))
+        self._facts = (
+            self._on_device(torch.tensor(fp8_max, device="cpu")),
+            self._on_device(torch.tensor(has_scale, device="cpu")),
+        )
 
     def _rank(self, position: int) -> tuple[int, int, int]:
         name, gemm, role = self._keys[position]

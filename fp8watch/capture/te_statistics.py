@@ -98,7 +98,7 @@ class TeStatistics:
         device = counts.device
         rows = [self._rows.get((column.module, column.tensor), -1) for column in columns]
         sizes = [self._sizes[row] if row >= 0 else 0 for row in rows]
-        facts = torch.tensor([[max(row, 0) for row in rows], sizes], dtype=torch.int64)
+        facts = torch.tensor([[max(row, 0) for row in rows], sizes], dtype=torch.int64, device="cpu")
         if device.type == "cuda":
             facts = facts.pin_memory().to(device, non_blocking=True)
         index, quantized = facts

@@ -154,7 +154,7 @@ class TorchaoSource:
             return None
         amax, amax_last, scale, has_cast = self._log.total()
         was_cast = has_cast & (scale < torch.inf)
-        high_precision = torch.tensor(self._is_high_precision, pin_memory=self._device.type == "cuda")
+        high_precision = torch.tensor(self._is_high_precision, device="cpu", pin_memory=self._device.type == "cuda")
         high_precision = high_precision.to(self._device, non_blocking=True)
         if noted is not None:
             # A cast that a tap saw itself is preferred; a compiled layer's scale is what its recipe makes of amax.
@@ -279,7 +279,7 @@ class TorchaoSource:
         self._index = None
         if len(self._shown) < len(self._modules):
             kept = [i * len(TENSORS) + k for i in self._shown for k in range(len(TENSORS))]
-            pinned = torch.tensor(kept, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            pinned = torch.tensor(kept, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
             self._index = pinned.to(self._device, non_blocking=True)
 
     def _column(self, i: int, tensor: Literal["input", "weight", "grad_output"]) -> TensorColumn:

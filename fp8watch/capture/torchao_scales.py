@@ -69,6 +69,7 @@ class ScaleRule:
                 for tensor in tensors
             ],
             dtype=torch.float64,
+            device="cpu",
             pin_memory=device.type == "cuda",
         ).view(-1, 3)
         on_device = table.to(device, non_blocking=True)

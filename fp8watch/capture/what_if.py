@@ -73,7 +73,7 @@ class WhatIfLog:
             return None
         assert self._counts is not None
         assert self._sums is not None
-        pinned = torch.tensor(self._has, pin_memory=self._device.type == "cuda")
+        pinned = torch.tensor(self._has, device="cpu", pin_memory=self._device.type == "cuda")
         has = pinned.to(self._device, non_blocking=True)
         snr = 10.0 * torch.log10(self._sums[:, -1:] / self._sums[:, :-1])
         values: dict[str, torch.Tensor] = {}

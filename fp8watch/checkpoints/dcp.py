@@ -164,7 +164,7 @@ def _names(parts: TrainingParts) -> list[str]:
 def _empty(entry: dict[str, Any], owner: torch.Tensor) -> torch.Tensor:
     if entry["shape"] == list(owner.shape):
         return torch.empty_like(owner.detach(), dtype=entry["dtype"])
-    return torch.empty(entry["shape"], dtype=entry["dtype"])
+    return torch.empty(entry["shape"], dtype=entry["dtype"], device="cpu")
 
 
 def _copy(tensor: torch.Tensor) -> Any:
@@ -204,7 +204,7 @@ def _restore_optimizer(
             if key == "params":
                 continue
             if isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(torch.as_tensor(value))
+                group[key].copy_(torch.as_tensor(value, device=group[key].device))
             else:
                 group[key] = value
 

@@ -69,4 +69,4 @@ def _count_nonzero(values: torch.Tensor) -> torch.Tensor:
     """0-dim int64; NaN counts. On a CPU by way of numpy, whose count is four times as fast."""
     if values.device.type != "cpu":
         return torch.count_nonzero(values)
-    return torch.tensor(int(np.count_nonzero(values.bool().numpy())))
+    return torch.tensor(int(np.count_nonzero(values.bool().numpy())), device="cpu")

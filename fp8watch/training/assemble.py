@@ -16,6 +16,7 @@ from fp8watch.actions.registry import build_actions
 from fp8watch.actions.skip_guard import SkipGuard
 from fp8watch.capture import sources
 from fp8watch.capture.closer import CloserOptions
+from fp8watch.capture.gradients import has_scaler as has_scaler_in_use
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.parts import TrainingParts
@@ -111,7 +112,7 @@ def assemble(arguments: Arguments) -> Made:
     text = report.lines(
         identity=identity, layout=session.recorder.layout, framework=found.framework,
         policy_name=arguments.policy_name, mode=arguments.policy.mode, capabilities=session.capabilities(),
-        directory=folder,
+        directory=folder, disarmed=session.disarm.reason(),
     )  # fmt: skip
     return Made(watch=Watch(session, boundary), session=session, report=text)
 
@@ -124,7 +125,7 @@ def _refuse_halted(settings: Settings, identity: Identity) -> None:
 
 def _join(arguments: Arguments, identity: Identity, journal: Journal) -> Joined:
     """Meet the other ranks. What standing rules depend on has to be the same on all of them."""
-    has_scaler = arguments.scaler is not None and bool(arguments.scaler.is_enabled())
+    has_scaler = has_scaler_in_use(arguments.scaler)
     saves = arguments.checkpoints
     cadence = None if saves is None else (saves.every, saves.format, saves.background)
     return join(

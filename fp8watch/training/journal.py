@@ -7,6 +7,7 @@ same file keeps the attempt number, so that a restarted run never repeats (run, 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Journal:
             with open(self.path, "ab") as file:
                 if self._is_cut_short:
                     file.write(b"\n")
+            self._is_cut_short = False
         except OSError as error:
             self.unavailable = f"journal {self.path} cannot be written: {error.strerror or error}"
 
@@ -105,11 +107,30 @@ class Journal:
         self._write(entry)
 
     def _write(self, entry: dict[str, Any]) -> None:
-        data = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        data = b"\n" * self._is_cut_short + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         # Opened anew each time: a descriptor kept open would be inherited by data-loader workers.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.write(descriptor, data)
-            os.fsync(descriptor)
+            size = os.fstat(descriptor).st_size
+            try:
+                # A write may be short, on a full disk for one: the rest is tried again and raises.
+                while data:
+                    written = os.write(descriptor, data)
+                    if written <= 0:
+                        raise OSError(errno.EIO, "nothing could be written")
+                    data = data[written:]
+                os.fsync(descriptor)
+            except OSError:
+                self._take_back(descriptor, size)
+                raise
         finally:
             os.close(descriptor)
+        self._is_cut_short = False
+
+    def _take_back(self, descriptor: int, size: int) -> None:
+        """Remove what an entry that failed has left, so that the next one starts on a line of its own."""
+        try:
+            os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+        except OSError:
+            self._is_cut_short = True

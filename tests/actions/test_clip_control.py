@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -231,3 +232,90 @@ def test_the_share_of_clipped_steps_is_counted() -> None:
     run.context.clip.set_limit(norm * 100.0)
     run.run(4)
     assert run.context.clip.clipped_ratio() == 0.0
+
+
+def total(parameters: Iterable[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+@pytest.mark.parametrize("what", ["some only", "in two calls", "changed after", "replaced after", "others"])
+def test_what_the_optimizer_gets_is_below_the_limit_whatever_the_loop_clips(what: str) -> None:
+    parameters = with_gradients(3, 10.0)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    control = ClipControl(optimizer)
+    control.set_limit(0.5)
+    if what == "some only":
+        control.clip_grad_norm_(parameters[:1], 1e9)
+    elif what == "in two calls":
+        control.clip_grad_norm_(parameters[:1], 1e9)
+        control.clip_grad_norm_(parameters[1:], 1e9)
+    elif what == "others":
+        control.clip_grad_norm_(with_gradients(4, 1.0), 1e9)
+    else:
+        control.clip_grad_norm_(parameters, 1e9)
+        assert parameters[1].grad is not None
+        if what == "changed after":
+            parameters[1].grad.add_(100.0)
+        else:
+            parameters[1].grad = torch.full_like(parameters[1], 100.0)
+    assert total(parameters) > 0.6
+    control.before_step()
+    assert total(parameters) == pytest.approx(0.5, rel=1e-3)
+    assert control.norm_after is not None
+    assert float(control.norm_after) == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_a_clip_of_all_of_them_is_left_as_it_is(norm_type: float) -> None:
+    parameters = with_gradients(3, 10.0)
+    control = ClipControl(torch.optim.SGD(parameters, lr=0.1))
+    control.set_limit(0.5)
+    control.clip_grad_norm_(parameters, 1e9, norm_type)
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    control.before_step()
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, parameters[:2], strict=True))  # type: ignore[arg-type]
+    assert control.calls == 1
+    assert float(control.norm_after) == pytest.approx(0.5, rel=1e-3)  # type: ignore[arg-type]
+
+
+def test_without_a_limit_nothing_is_looked_at_or_held() -> None:
+    parameters = with_gradients(3, 10.0)
+    control = ClipControl(torch.optim.SGD(parameters, lr=0.1))
+    control.clip_grad_norm_(parameters[:1], 1.0)
+    assert control.take_covers() == []
+    before = total(parameters)
+    control.before_step()
+    assert total(parameters) == before
+    assert control.norm_after is None
+
+
+def test_a_limit_that_the_optimizer_does_not_see_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun(fp8=False, clip=10.0)
+    run.run(2)
+    applied = run.apply("tighten_clip", max_norm=0.01)
+    monkeypatch.setattr("fp8watch.actions.clip_control.clip_grads_with_norm_", lambda *args: None)
+    own_clip = run.context.clip.clip_grad_norm_
+    monkeypatch.setattr(
+        run.context.clip, "clip_grad_norm_", lambda parameters, limit: own_clip(list(parameters)[:1], limit)
+    )
+    run.step()
+    assert run.read_back("tighten_clip", applied).ok is False
+
+
+def test_a_clip_that_fails_is_unavailable_and_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun(fp8=False, clip=None)
+    applied = run.apply("tighten_clip", max_norm=0.01)
+    monkeypatch.setattr("fp8watch.actions.clip_control.get_total_norm", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.step()
+    assert run.read_back("tighten_clip", applied).ok is False
+    assert "division by zero" in (run.actions["tighten_clip"].unavailable() or "")
+
+
+def test_with_a_closure_what_the_optimizer_got_is_measured() -> None:
+    parameters = with_gradients(3, 10.0)
+    control = ClipControl(torch.optim.SGD(parameters, lr=0.1))
+    control.set_limit(0.5)
+    control.clip_grad_norm_(parameters[:1], 1e9)  # inside the closure, of some only
+    control.after_closure()
+    assert float(control.norm_after) > 1.0  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import torch
 from tiny_run import TinyRun, clone, same
 from torch import nn
 
+from fp8watch.actions.clip_control import ClipControl
 from fp8watch.actions.skip_guard import SkipGuard
 from fp8watch.errors import ActionError
 
@@ -110,8 +111,6 @@ def test_an_update_it_was_not_asked_about_does_not_count_as_left_out() -> None:
 def test_gradients_outside_the_clip_are_looked_at_too() -> None:
     clipped, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([clipped, other], lr=0.1)
-    from fp8watch.actions.clip_control import ClipControl
-
     clip = ClipControl(optimizer)
     guard = SkipGuard(optimizer, clip)
     guard.arm("test")
@@ -200,3 +199,93 @@ def test_a_decision_of_a_grad_scaler_is_left_alone() -> None:
     assert guard.before_step() is False
     guard.after_step()
     assert optimizer.found_inf is theirs
+
+
+def clipped_pair() -> tuple[nn.Parameter, nn.Parameter, ClipControl, SkipGuard]:
+    parameters = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    clip = ClipControl(optimizer)
+    guard = SkipGuard(optimizer, clip)
+    guard.arm("test")
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    return *parameters, clip, guard
+
+
+def test_a_clip_of_as_many_other_gradients_proves_nothing() -> None:
+    first, _, clip, guard = clipped_pair()
+    others = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for other in others:
+        other.grad = torch.ones(2)
+    assert first.grad is not None
+    first.grad[0] = math.nan
+    clip.clip_grad_norm_(others, 1.0)
+    assert guard.before_step() is True
+
+
+def test_a_clip_of_others_that_is_not_finite_leaves_nothing_out() -> None:
+    *_, clip, guard = clipped_pair()
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.full((2,), math.nan)
+    clip.clip_grad_norm_([other], 1.0)
+    assert guard.before_step() is False
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_gradients_that_became_nan_after_the_clip_are_seen(how: str) -> None:
+    first, second, clip, guard = clipped_pair()
+    clip.clip_grad_norm_([first, second], 1.0)
+    if how == "in place":
+        assert second.grad is not None
+        second.grad[1] = math.nan
+    else:
+        second.grad = torch.tensor([math.nan, 1.0])
+    assert guard.before_step() is True
+
+
+def test_the_norm_of_the_clip_is_used_where_it_is_of_these_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, clip, guard = clipped_pair()
+    clip.clip_grad_norm_([first, second], 1.0)
+
+    def measured(*args: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("fp8watch.actions.skip_guard.total_norm", measured)
+    assert guard.before_step() is False
+    with pytest.raises(AssertionError, match="again"):
+        guard.before_step()  # a clip tells about one update
+
+
+def test_a_parameter_without_elements_does_not_blind_it() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.empty(0))
+    guard = SkipGuard(torch.optim.SGD([first, second], lr=0.1))
+    guard.arm("test")
+    first.grad, second.grad = torch.tensor([1.0, math.nan]), torch.empty(0)
+    assert guard.before_step() is True
+    first.grad = None
+    assert guard.before_step() is False
+
+
+def test_a_guard_that_fails_is_unavailable_and_never_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun(fp8=False, clip=None)
+    applied = run.apply("skip_update")
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8watch.actions.skip_guard.total_norm", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.step()
+    found = run.read_back("skip_update", applied)
+    assert found.ok is False
+    assert "division by zero" in found.detail
+    assert "division by zero" in (run.actions["skip_update"].unavailable() or "")
+    run.optimizer.zero_grad()
+    run.step()
+    assert run.actions["skip_update"].unavailable() is None
+
+
+def test_a_scaler_that_cannot_say_whether_it_is_enabled_counts_as_enabled() -> None:
+    class Scaler:
+        def get_scale(self) -> float:
+            return 1.0
+
+    guard = SkipGuard(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), scaler=Scaler())
+    assert "GradScaler" in (guard.unavailable() or "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +278,40 @@ def test_command_decided_before_a_rollback_of_the_same_boundary_expires(rig):
     rig.run(1, clip(1.0, id="a", sequence=1), clip(2.0, id="b", sequence=2))
     assert rig.knob.value == 1.0
     assert next(r for r in rig.results if r.id == "b").status == "expired"
+
+
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_a_short_write_to_the_journal_is_no_begin(rig, monkeypatch, can_truncate):
+    """A full disk takes the first bytes of a line and then no more."""
+    rig.boundary.receive(command("tighten_clip", params={"to": 1.0}))
+    size = len(rig.journal.path.read_bytes()) if rig.journal.path.exists() else 0
+    own_write, own_truncate = os.write, os.ftruncate
+
+    def write(descriptor: int, data: bytes) -> int:
+        if len(data) < 20 or os.fstat(descriptor).st_size > size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return own_write(descriptor, data[:20])
+
+    def truncate(descriptor: int, length: int) -> None:
+        if not can_truncate:
+            raise OSError(errno.EIO, "truncate")
+        own_truncate(descriptor, length)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8watch.training.journal.os.write", write)
+        patch.setattr("fp8watch.training.journal.os.ftruncate", truncate)
+        rig.boundary.run(5)
+    assert rig.knob.value == 0.0
+    assert rig.results[-1].status == "failed"
+    assert "No space left" in rig.results[-1].detail
+    if can_truncate:
+        assert len(rig.journal.path.read_bytes()) == size
+    rig.journal.begin(command("tighten_clip", id="later", sequence=2), 6)
+    assert [entry.id for entry in Journal(rig.journal.path.parent, 0).unfinished] == ["later"]
+
+
+def test_a_write_in_pieces_is_completed(rig, monkeypatch):
+    own_write = os.write
+    monkeypatch.setattr("fp8watch.training.journal.os.write", lambda fd, data: own_write(fd, data[:7]))
+    rig.journal.begin(command("tighten_clip", id="pieces"), 6)
+    assert [entry.id for entry in Journal(rig.journal.path.parent, 0).unfinished] == ["pieces"]

@@ -162,7 +162,7 @@ def launch(items: Sequence[Item]) -> list[TensorStatistics]:
         )
         for item in items
     ]  # fmt: skip
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     largest = max(item.values.numel() for item in items)
@@ -177,7 +177,7 @@ def launch(items: Sequence[Item]) -> list[TensorStatistics]:
     )  # fmt: skip
     counts = counts.sum(1)
     amax, totals = sums[..., 2].amax(1), sums[..., :2].sum(1)
-    sizes = torch.tensor([item.values.numel() for item in items], dtype=torch.int64)
+    sizes = torch.tensor([item.values.numel() for item in items], dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         sizes = sizes.pin_memory().to(device, non_blocking=True)
     return [

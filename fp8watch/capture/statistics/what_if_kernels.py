@@ -186,7 +186,7 @@ def launch(items: Sequence[Item], amaxes: Sequence[torch.Tensor]) -> list[WhatIf
         tiles = item.values.numel() // length * triton.cdiv(length, 128)
         mode = kernels.scale_mode(item.values, item.scale)
         rows.append((item.values.data_ptr(), item.scale.data_ptr(), tiles, length, mode))
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     current = current_scale(torch.stack([amax.detach().float().reshape(()) for amax in amaxes]), fmt)
