@@ -6,9 +6,7 @@ A folder that cannot be written, is full or lies on a network file system never 
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +37,7 @@ def open_store(options: AgentOptions, run: str) -> OpenedStore:
     home = options.directory
     problem = filesystem.why_unwritable(places.run_folder(home, run))
     warnings = [] if problem is None else [f"{places.UNWRITABLE} ({problem})"]
-    folders = [*_state_folders(home)]
+    folders = places.state_folders(home)
     if problem is None:
         if filesystem.is_network(home):
             logger.info("%s is on a network file system: the store lies elsewhere, endpoint.json says where", home)
@@ -62,10 +60,3 @@ def open_store(options: AgentOptions, run: str) -> OpenedStore:
         )
     warnings = [f"{'; '.join(warnings) or 'no folder for a store'}; nothing of this run will be kept"]
     return OpenedStore(store=MemoryStore(keep_frames=False), path="", endpoint_directory=home, warnings=warnings)
-
-
-def _state_folders(home: Path) -> list[Path]:
-    digest = places.directory_digest(home)
-    state_home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    folders = [Path(state_home) / "fp8watch" / digest] if os.path.isabs(state_home) else []
-    return [*folders, Path(tempfile.gettempdir()) / f"fp8watch-state-{os.getuid()}" / digest]

@@ -97,6 +97,11 @@ def release(run: Annotated[str, typer.Argument(help="Run.")], directory: DirOpti
     """Let a run that was halted be started again."""
     from fp8watch.controller import markers
 
-    if not markers.release(stores.folder(directory), run):
+    try:
+        was_halted = markers.release(stores.folder(directory), run)
+    except OSError as error:
+        typer.echo(f"{run} cannot be released: {stores.folder(directory)}: {error.strerror or error}", err=True)
+        raise typer.Exit(2) from error
+    if not was_halted:
         raise not_found(f"run {run!r} is not halted under {stores.folder(directory)}")
     typer.echo(f"{run} may be started again")

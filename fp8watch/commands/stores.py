@@ -6,6 +6,7 @@ Runs lie in files under `FP8WATCH_DIR` and, where `FP8WATCH_REDIS_URL` is set, i
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,8 +48,23 @@ def store_files(directory: Path) -> list[Path]:
     from fp8watch.transport import endpoint
 
     named = [Path(item.store) for item in endpoint.read_all(directory) if item.store]
-    lying = [*directory.glob("*.sqlite"), *directory.glob("runs/*/*.sqlite")]
+    lying = [*directory.glob("*.sqlite"), *directory.glob("runs/*/*.sqlite"), *_elsewhere(directory)]
     return sorted({path.resolve() for path in [*named, *lying] if path.is_file()})
+
+
+def _elsewhere(directory: Path) -> list[Path]:
+    """Stores in the state folders, of runs for which this folder could not be written or was full."""
+    from fp8watch.transport import places
+
+    mine: list[Path] = []
+    for state in places.state_folders(directory):
+        # The temporary folder is everybody's: what another user put there is not read.
+        if state.is_dir() and state.stat().st_uid == os.getuid():
+            mine += state.glob("runs/*/*.sqlite")
+    if mine and not os.access(directory, os.W_OK):
+        folder = mine[0].parent.parent.parent
+        typer.echo(f"{directory} cannot be written: records of its runs went to {folder}", err=True)
+    return mine
 
 
 def runs(directory: Path) -> list[Found]:

@@ -34,7 +34,7 @@ def is_halted(directory: Path, run: str) -> bool:
 
 
 def release(directory: Path, run: str) -> bool:
-    """Let a halted run be started again; False: it was not halted."""
+    """Let a halted run be started again; False: it was not halted. Raises `OSError`."""
     path = run_folder(directory, run) / "halted.json"
     try:
         path.unlink()

@@ -47,9 +47,11 @@ def read(source: str | Path | None) -> tuple[str, str]:
     path = Path(source)
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         names = ", ".join(shipped())
-        raise BadInput([f"{path}:1: policy: {error.strerror or error}; shipped policies: {names}"]) from error
+        reason = getattr(error, "strerror", None) or error
+        shown = str(path).replace("\0", "\\0")
+        raise BadInput([f"{shown}:1: policy: {reason}; shipped policies: {names}"]) from error
     try:
         return data.decode("utf-8"), str(path)
     except UnicodeDecodeError as error:

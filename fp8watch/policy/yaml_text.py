@@ -28,9 +28,22 @@ def parse(text: str, name: str) -> Any:
         line = mark.line + 1 if mark is not None else 1
         reason = " ".join(str(error.problem or error.context or "malformed").split())
         raise BadInput([f"{name}:{line}: yaml: {reason}"]) from error
-    except (YAMLError, ValueError, RecursionError, AttributeError, TypeError, NotImplementedError) as error:
-        # The parser answers some malformed texts (odd tags, dates, deep nesting) with plain Python errors.
-        raise BadInput([f"{name}:1: yaml: {' '.join(str(error).split()) or type(error).__name__}"]) from error
+    except Exception as error:
+        # The parser answers some malformed texts (odd tags, dates, numbers, deep nesting) with plain Python errors.
+        reason = " ".join(str(error).split())
+        if not isinstance(error, YAMLError | ValueError) or not reason:
+            reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
+        raise BadInput([f"{name}:{_line(error)}: yaml: {reason}"]) from error
+
+
+def _line(error: Exception) -> int:
+    """The line of the node that the parser was at when it failed; 1 where it was at none."""
+    line, trace = 1, error.__traceback__
+    while trace is not None:
+        mark = getattr(trace.tb_frame.f_locals.get("node"), "start_mark", None)
+        line = mark.line + 1 if mark is not None else line
+        trace = trace.tb_next
+    return line
 
 
 def _bounded(text: str, name: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fp8watch.detect.base import Sample
+from fp8watch.errors import BadInput
 from fp8watch.policy.view import Trouble
 from fp8watch.records import CheckpointRecord, Finding, TraceEntry
 
@@ -58,10 +59,33 @@ class Attempts:
     def __init__(self) -> None:
         self._last: int | None = None
         self._attempt = 0
+        self._grew = 0
+        self._fell = 0
+        self._stood = 0
+        self._fault = ""
 
-    def sample(self, step: int, scalars: dict[str, float]) -> Sample:
-        """The next logged step."""
-        if self._last is not None and step <= self._last:
-            self._attempt += 1
+    def repeat(self, step: int, where: str) -> None:
+        """A row says again what one of the same step right before it said."""
+        self._stood += 1
+        if not self._fault:
+            self._fault = f"{where}: step: {step} again"
+
+    def check(self) -> None:
+        """At the end of a log: raises `BadInput` at the first wrong row when its steps mostly do not grow.
+
+        Restarts and rollbacks, where a step falls now and then, are what logs of real runs have.
+        """
+        if (self._fell > 1 and self._fell > self._grew) or (self._stood > 1 and not self._grew and not self._fell):
+            counts = f"{self._grew} times it grows, {self._fell} it falls, {self._stood} it stays"
+            raise BadInput([f"{self._fault}; steps mostly do not grow in this log ({counts}): nothing can be found"])
+
+    def sample(self, step: int, scalars: dict[str, float], where: str = "") -> Sample:
+        """The next logged step; `where` is its `file:line`."""
+        if self._last is not None:
+            self._grew += step > self._last
+            self._fell += step < self._last
+            if step < self._last and not self._fault:
+                self._fault = f"{where}: step: {step} after {self._last}"
+            self._attempt += step <= self._last
         self._last = step
         return Sample(attempt=self._attempt, step=step, scalars=scalars)

@@ -37,6 +37,14 @@ def directory_digest(directory: Path) -> str:
     return _digest(str(directory.absolute()))
 
 
+def state_folders(directory: Path) -> list[Path]:
+    """Where the records of runs go, in this order, when FP8WATCH_DIR cannot be written, is full or on a network."""
+    digest = directory_digest(directory)
+    state_home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    folders = [Path(state_home) / "fp8watch" / digest] if os.path.isabs(state_home) else []
+    return [*folders, Path(tempfile.gettempdir()) / f"fp8watch-state-{os.getuid()}" / digest]
+
+
 def socket_path(directory: Path, run: str) -> Path:
     """The run's socket, at most 107 bytes long, in a folder that only this user can enter.
 

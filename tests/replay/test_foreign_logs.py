@@ -226,11 +226,10 @@ def test_nemos_progress_lines(tmp_path: Path, plain: Path) -> None:
     assert found(path) == found(plain)
 
 
-def test_a_row_that_repeats_a_step_with_the_same_value_is_a_restart(tmp_path: Path) -> None:
+def test_of_a_row_that_repeats_a_step_the_last_value_counts(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_text("step,loss,lr\n1,2.0,\n1,,0.1\n2,2.0,0.1\n2,2.5,0.1\n")
     assert samples(path) == [
         (0, 1, {"loss": 2.0, "learning_rate": 0.1}),
-        (0, 2, {"loss": 2.0, "learning_rate": 0.1}),
-        (1, 2, {"loss": 2.5, "learning_rate": 0.1}),
+        (0, 2, {"loss": 2.5, "learning_rate": 0.1}),
     ]

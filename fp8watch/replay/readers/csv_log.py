@@ -61,14 +61,15 @@ def _samples(path: Path, where: dict[str, int]) -> Iterator[Sample]:
             raise BadInput([f"{path}:1: {key}: no such column in the header" for key in missing])
         for cells in rows:
             if any(cell.strip() for cell in cells):
-                yield from joined.row(*_row(path, rows.line_num, cells, where, width))
+                row = _row(path, rows.line_num, cells, where, width)
+                yield from joined.row(*row, f"{path}:{rows.line_num}")
     except csv.Error as error:
         yield from joined.flush()
         raise BadInput([f"{path}:{max(1, rows.line_num)}: row: {error}"]) from error
     except BadInput:
         yield from joined.flush()
         raise
-    yield from joined.flush()
+    yield from joined.finish()
 
 
 def _row(path: Path, line: int, cells: list[str], where: dict[str, int], width: int) -> tuple[int, dict[str, float]]:

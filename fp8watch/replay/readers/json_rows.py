@@ -94,14 +94,14 @@ def _joined(path: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Sample]:
             has_loss = has_loss or "loss" in scalars
             if not has_loss and len(names) < MAX_NAMES:
                 names |= dict.fromkeys(map(str, row))
-            yield from joined.row(step, scalars)
+            yield from joined.row(step, scalars, where)
         if not has_loss:
             known = ", ".join(list(names)[:MAX_NAMES]) or "nothing"
             raise BadInput([f"{path}:1: loss: no row has one; there are: {known}"])
     except BadInput:
         yield from joined.flush()
         raise
-    yield from joined.flush()
+    yield from joined.finish()
 
 
 def _row(where: str, row: Any) -> tuple[int, dict[str, float]]:

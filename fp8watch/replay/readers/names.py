@@ -56,29 +56,37 @@ def whole(value: object) -> int:
 
 
 class Rows:
-    """Rows of a log as samples: what a logger spreads over several rows of one step comes together again.
+    """Rows of a log as samples: rows of one step that stand next to each other are one, the last value counts.
 
-    Lightning and W&B write one row a call, so the loss may stand in one and the learning rate in the next. A row that
-    repeats a step with a value that it has already is another matter: the run went back.
+    Lightning and W&B write one row a call, so the loss may stand in one and the learning rate in the next; other
+    loggers write a row twice.
     """
 
     def __init__(self) -> None:
         self._attempts = Attempts()
         self._step = -1
+        self._where = ""
         self._scalars: dict[str, float] = {}
 
-    def row(self, step: int, scalars: dict[str, float]) -> Iterator[Sample]:
-        """The next row; the sample of the step before, once this row belongs to another."""
+    def row(self, step: int, scalars: dict[str, float], where: str) -> Iterator[Sample]:
+        """The next row, at `file:line`; the sample of the step before, once this row belongs to another."""
         if not scalars:
             return
-        if step == self._step and self._scalars and not self._scalars.keys() & scalars.keys():
-            self._scalars |= scalars
+        if step == self._step and self._scalars:
+            if self._scalars.keys() & scalars.keys():
+                self._attempts.repeat(step, where)
+            self._scalars = self._scalars | scalars
             return
         yield from self.flush()
-        self._step, self._scalars = step, scalars
+        self._step, self._scalars, self._where = step, scalars, where
 
     def flush(self) -> Iterator[Sample]:
         """The sample of the newest step."""
         if self._scalars:
             scalars, self._scalars = self._scalars, {}
-            yield self._attempts.sample(self._step, scalars)
+            yield self._attempts.sample(self._step, scalars, self._where)
+
+    def finish(self) -> Iterator[Sample]:
+        """The same at the end of the log. Raises `BadInput` when its steps mostly do not grow."""
+        yield from self.flush()
+        self._attempts.check()

@@ -15,7 +15,8 @@ from pathlib import Path
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
 from fp8watch.replay.lines import lines
-from fp8watch.replay.recording import Attempts, Recording
+from fp8watch.replay.readers.names import Rows
+from fp8watch.replay.recording import Recording
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MEGATRON_STEP = re.compile(r"(?:^|\s)iteration\s+(\d+)\s*/\s*\d+\s*\|")
@@ -61,7 +62,7 @@ def read(path: Path, kind: str) -> Recording:
 
 def _samples(path: Path, kind: str) -> Iterator[Sample]:
     step_of, fields = _FORMATS[kind]
-    attempts = Attempts()
+    joined = Rows()
     for number, raw in enumerate(lines(path), start=1):
         line = _COLOUR.sub("", raw)
         match = step_of.search(line)
@@ -82,9 +83,11 @@ def _samples(path: Path, kind: str) -> Iterator[Sample]:
             except ValueError:
                 problems.append(f"{path}:{number}: {name}: {text!r} is not a number")
         if problems:
+            yield from joined.flush()
             raise BadInput(problems)
         if scalars.pop("nan_iterations", 0.0) > 0:
             # Megatron leaves NaN iterations out of the mean it prints; the count is the only trace.
             scalars["loss"] = float("nan")
         if scalars:
-            yield attempts.sample(int(digits), scalars)
+            yield from joined.row(int(digits), scalars, f"{path}:{number}")
+    yield from joined.finish()
