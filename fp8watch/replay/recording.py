@@ -10,6 +10,8 @@ from fp8watch.errors import BadInput
 from fp8watch.policy.view import Trouble
 from fp8watch.records import CheckpointRecord, Finding, TraceEntry
 
+LEAST_ROWS = 20
+"""Rows of a log by which its order is judged."""
 FILTERED_NOTE = "log source: the trainer may have repaired or averaged non-finite values before logging them"
 
 
@@ -75,7 +77,9 @@ class Attempts:
 
         Restarts and rollbacks, where a step falls now and then, are what logs of real runs have.
         """
-        if (self._fell > 1 and self._fell > self._grew) or (self._stood > 1 and not self._grew and not self._fell):
+        if self._grew + self._fell + self._stood < LEAST_ROWS:
+            return  # the beginning of a log, too little to say what it is like
+        if self._fell > self._grew or (not self._grew and not self._fell):
             counts = f"{self._grew} times it grows, {self._fell} it falls, {self._stood} it stays"
             raise BadInput([f"{self._fault}; steps mostly do not grow in this log ({counts}): nothing can be found"])
 

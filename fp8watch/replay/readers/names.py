@@ -56,7 +56,8 @@ def whole(value: object) -> int:
 
 
 class Rows:
-    """Rows of a log as samples: rows of one step that stand next to each other are one, the last value counts.
+    """Rows of a log as samples: rows of one step that stand next to each other are one, the last value
+    counts unless an earlier one was not finite.
 
     Lightning and W&B write one row a call, so the loss may stand in one and the learning rate in the next; other
     loggers write a row twice.
@@ -75,7 +76,9 @@ class Rows:
         if step == self._step and self._scalars:
             if self._scalars.keys() & scalars.keys():
                 self._attempts.repeat(step, where)
-            self._scalars = self._scalars | scalars
+            # A number that is none is not taken back by a row that repeats its step.
+            broken = {name: value for name, value in self._scalars.items() if not math.isfinite(value)}
+            self._scalars = self._scalars | scalars | broken
             return
         yield from self.flush()
         self._step, self._scalars, self._where = step, scalars, where
