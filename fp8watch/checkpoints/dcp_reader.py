@@ -8,6 +8,7 @@ either, for those are unpickled a second time while loading. The tensors' own fi
 
 from __future__ import annotations
 
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,17 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+def _member(kind: Any, name: str) -> Any:
+    """Early releases of Python 3.11 pickle a member of an enum as `getattr(kind, name)`: that, and nothing else."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"the checkpoint's metadata asks for an attribute of {kind!r}")
+
+
 class _TensorsOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
