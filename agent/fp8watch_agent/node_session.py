@@ -30,7 +30,6 @@ from fp8watch.records import (
     Uplink,
     Welcome,
 )
-from fp8watch.transport import endpoint as endpoints
 from fp8watch.transport.endpoint import Endpoint
 from fp8watch_agent import targets
 from fp8watch_agent.metrics_state import MetricsState
@@ -76,7 +75,7 @@ class NodeSession:
             run=run, pid=os.getpid(), host=socket.gethostname(), socket=str(socket_path), metrics_url=metrics_url,
             store=store, started_unix=time.time(),
         )  # fmt: skip
-        self._announce(self._endpoint)
+        targets.announce(self._directory, self._endpoint)
 
     def warn(self, warning: str) -> None:
         """Tell ranks that connect from now on something that a person should know."""
@@ -150,7 +149,9 @@ class NodeSession:
         """No rank of the run is left here."""
         self._forward(self._reducer.tick())
         self._forget()
-        self._announce(msgspec.structs.replace(self._endpoint, state="ended", socket="", metrics_url=""))
+        targets.announce(
+            self._directory, msgspec.structs.replace(self._endpoint, state="ended", socket="", metrics_url="")
+        )
 
     def _forward(self, frames: list[NodeFrame]) -> None:
         for frame in frames:
@@ -175,10 +176,3 @@ class NodeSession:
             wire_version=wire.WIRE_VERSION, run=self.run, term=self._term, metrics_url=self._endpoint.metrics_url,
             store=self._endpoint.store, warnings=list(self._warnings),
         )  # fmt: skip
-
-    def _announce(self, endpoint: Endpoint) -> None:
-        try:
-            endpoints.write(self._directory, endpoint)
-            targets.refresh(self._directory)
-        except OSError as error:
-            logger.warning("endpoint of run %s cannot be written: %s", self.run, error)

@@ -18,7 +18,6 @@ import msgspec
 from fp8watch import wire
 from fp8watch.controller.store import Store
 from fp8watch.records import Command, Hello, LedgerUpdate, Message, Reply, Stored, Welcome
-from fp8watch.transport import endpoint as endpoints
 from fp8watch.transport.endpoint import Endpoint
 from fp8watch_agent import store_place, targets
 from fp8watch_agent.guarded_store import GuardedStore
@@ -152,9 +151,5 @@ class RunSession:
             self.warn(f"store at {self._endpoint.store or 'memory'} cannot be written ({reason}); training goes on")
 
     def _announce(self, endpoint: Endpoint) -> None:
-        try:
-            endpoints.write(self._directory, endpoint)
-            targets.refresh(self._directory)
-        except OSError as error:
-            logger.warning("endpoint of run %s cannot be written: %s", self.run, error)
+        if not targets.announce(self._directory, endpoint):
             self._metrics.store_error(self.run)

@@ -14,8 +14,20 @@ from urllib.parse import urlsplit
 import msgspec
 
 from fp8watch.transport import endpoint as endpoints
+from fp8watch.transport.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
+
+
+def announce(directory: Path, endpoint: Endpoint) -> bool:
+    """Write a run's endpoint and bring `targets.json` up to date; False: it cannot be written, which is logged."""
+    try:
+        endpoints.write(directory, endpoint)
+        refresh(directory)
+    except OSError as error:
+        logger.warning("endpoint of run %s cannot be written: %s", endpoint.run, error)
+        return False
+    return True
 
 
 def refresh(directory: Path) -> None:
