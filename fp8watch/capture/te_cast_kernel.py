@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES
 from fp8watch.formats import Fp8Format
 
 BLOCK = 4096
@@ -22,9 +23,6 @@ PROGRAMS = 512
 """A launch: enough to fill a GPU. 1,680 tensors x 512 places x 24 bytes are 20 MiB."""
 COUNTS, SUMS = 4, 2
 """Saturated, non-zero before, non-zero after, non-finite; squared error, squared values."""
-
-SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_CODES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -75,7 +73,7 @@ def fits(values: torch.Tensor, codes: torch.Tensor, fmt: Fp8Format) -> bool:
         and values.is_contiguous()
         and codes.is_contiguous()
         and codes.numel() == values.numel()
-        and fmt.name in _CODES
+        and fmt.name in CODES_OF
     )
 
 
@@ -90,6 +88,6 @@ def add(
     kernel: Any = _cast_kernel
     kernel[(PROGRAMS,)](
         values, codes, scale, counts, sums, values.numel(),
-        INVERSE=is_inverse, CODES=_CODES[fmt.name], FP8_MAX=fmt.max, BLOCK=BLOCK, PROGRAMS=PROGRAMS,
+        INVERSE=is_inverse, CODES=CODES_OF[fmt.name], FP8_MAX=fmt.max, BLOCK=BLOCK, PROGRAMS=PROGRAMS,
         num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -29,7 +29,7 @@ COLUMNS = 6
 """Of the table: address of the values, of the scales, of the codes, elements, row length, how scales are laid out."""
 
 SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_CODES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+CODES_OF = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 _ONE, _A_ROW, _A_COLUMN = 0, 1, 2
 
 
@@ -127,7 +127,7 @@ def fits(item: Item) -> bool:
         and values.is_contiguous()
         and values.numel() > 0
         and values.dtype in SOURCES
-        and item.fmt.name in _CODES
+        and item.fmt.name in CODES_OF
         and type(scale) is torch.Tensor
         and scale.device == values.device
         and scale.dtype == torch.float32
@@ -172,7 +172,7 @@ def launch(items: Sequence[Item]) -> list[TensorStatistics]:
     kernel: Any = _count_kernel
     kernel[(programs, len(items))](
         table, counts, sums, programs,
-        SOURCE=SOURCES[dtype], CODES=_CODES[fmt.name], HAS_CODES=items[0].codes is not None,
+        SOURCE=SOURCES[dtype], CODES=CODES_OF[fmt.name], HAS_CODES=items[0].codes is not None,
         FP8_MAX=fmt.max, MIN_NORMAL=fmt.min_normal, MAGIC=1.5 * 2.0 ** (23 - fmt.mantissa_bits), BLOCK=BLOCK,
     )  # fmt: skip
     counts = counts.sum(1)
