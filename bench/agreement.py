@@ -13,11 +13,8 @@ time other threads take the cores for.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import random
 import socket
 import statistics
 import subprocess
@@ -29,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from result_head import head, interval
 
 from fp8watch.identity import Identity
 from fp8watch.settings import Settings
@@ -157,25 +155,8 @@ def summary(kind: str, ranks: int, pairs: list[tuple[float, float]], calls: list
     }
 
 
-def interval(values: list[float]) -> list[float]:
-    """Bootstrap 95 % interval of the median."""
-    generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(2000))
-    return [medians[49], medians[1949]]
-
-
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    )
-    return {
-        "commit": commit.stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU, load {os.getloadavg()[0]:.1f} when it ended",
-        "command": "python bench/agreement.py",
-        "rows": rows,
-    }
+    return head(torch=torch.__version__) | {"rows": rows}
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import errno
 import json
 import os
-import platform
 import random
 import shutil
 import socket
@@ -31,6 +29,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from result_head import head
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "agreement"))
@@ -317,21 +317,13 @@ def hurt(watch: Any, fault: str, chance: random.Random) -> None:
 
 
 def report(rows: list[dict[str, Any]], chosen: argparse.Namespace) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    )
     import torch
 
-    return {
-        "commit": commit.stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU, load {os.getloadavg()[0]:.1f} when it ended",
-        "command": f"python bench/agreement_stress.py --sequences {chosen.sequences} --launches {chosen.launches} "
-        f"--ranks {chosen.ranks} --seed {chosen.seed}",
-        "passed": sum(row["pass"] for row in rows),
-        "rows": rows,
-    }  # fmt: skip
+    command = (
+        f"bench/agreement_stress.py --sequences {chosen.sequences} --launches {chosen.launches} "
+        f"--ranks {chosen.ranks} --seed {chosen.seed}"
+    )
+    return head(command, torch=torch.__version__) | {"passed": sum(row["pass"] for row in rows), "rows": rows}
 
 
 if __name__ == "__main__":

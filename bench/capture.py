@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from capture_cost import measure_cpu
 from capture_training import SHAPES, Torchao, Training, TransformerEngine
+from result_head import commit
 
 BARS = {
     "gpu-bound": 1.005, "gpu-bound statistics": 1.02, "launch-bound": 1.02, "launch-bound statistics": 1.02,
@@ -300,7 +301,6 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     """The result in the format of bench/README.md; rows of other shapes stay."""
     import transformer_engine
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     names = {row["name"] for row in rows}
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     versions = {
@@ -310,7 +310,7 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     if "torchao" in sys.modules:
         versions["torchao"] = sys.modules["torchao"].__version__
     report = {
-        "commit": commit or os.environ.get("FP8WATCH_BENCH_COMMIT", "unknown"),
+        "commit": commit() or os.environ.get("FP8WATCH_BENCH_COMMIT", "unknown"),
         "date": datetime.date.today().isoformat(), "versions": versions, "machine": torch.cuda.get_device_name(),
         "command": command, "rows": [row for row in old if row["name"] not in names] + rows,
     }  # fmt: skip

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from result_head import head
 
 PATH = Path(__file__).parent / "results" / "detection.json"
 
 
 def header(command: str) -> dict[str, Any]:
     """Where, when and of what."""
-    root = Path(__file__).parents[1]
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return {
-        "commit": found.stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "numpy": version("numpy")},
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
-        "command": f"python {command}",
-    }
+    return head(command, numpy=version("numpy"))
 
 
 def merge(section: str, command: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +22,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from result_head import head, redis_version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 import cluster_parts as parts
@@ -48,12 +47,7 @@ def main() -> int:
         row = run(folder, chosen.kills, random.Random(chosen.seed), chosen.lease_seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report = {
-        "commit": _git(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"python": platform.python_version()},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "command": " ".join(["python", "bench/failover.py", *sys.argv[1:]]), "rows": [row],
-    }  # fmt: skip
+    report = head(redis=redis_version()) | {"rows": [row]}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({key: value for key, value in row.items() if key != "takeover_seconds"}))
@@ -167,11 +161,6 @@ def check(store: parts.RedisStore, job: parts.Job) -> list[str]:
 def _holder(store: parts.RedisStore) -> str:
     held = store.link.client.get(LEASE)
     return held.decode().partition(":")[2] if held else ""
-
-
-def _git() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shutil
 import signal
@@ -28,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from result_head import head, redis_version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "agent"))
@@ -135,13 +136,7 @@ def main() -> int:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    report = {
-        "commit": git.stdout.strip(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"python": platform.python_version(), "redis": "7.0.15"},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared with other work while this ran",
-        "command": " ".join(["python", "bench/faults.py", *sys.argv[1:]]), "bars": BARS, "rows": rows,
-    }  # fmt: skip
+    report = head(redis=redis_version()) | {"bars": BARS, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import json
 import logging
-import platform
 import random
 import struct
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -68,14 +65,9 @@ def main() -> int:
     started = time.perf_counter()
     decoding, messages, uplinks = fuzz_decoders(rng, chosen.inputs, keep=chosen.deep)
     rows = [decoding, fuzz_controller(messages), fuzz_cluster(uplinks)]
-    report = {
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "msgspec": msgspec.__version__},
-        "machine": platform.machine(),
-        "command": " ".join(["python", "bench/fuzz_wire.py", *sys.argv[1:]]),
+    from result_head import head  # beside this script; tests import it as part of `bench`
+
+    report = head(msgspec=msgspec.__version__) | {
         "seconds": round(time.perf_counter() - started, 1),
         "rows": rows,
     }

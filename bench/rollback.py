@@ -10,13 +10,8 @@ parameters' checksum afterwards, and restores random state and data position. Th
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_head import head, interval
 from torch import nn
 
 from fp8watch.checkpoints import Checkpoints
@@ -98,25 +94,8 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, ro
     }  # fmt: skip
 
 
-def interval(values: list[float]) -> list[float]:
-    """Bootstrap 95 % interval of the median."""
-    generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(2000))
-    return [medians[49], medians[1949]]
-
-
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    )
-    return {
-        "commit": commit.stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU, load {os.getloadavg()[0]:.1f} when it ended",
-        "command": "python bench/rollback.py",
-        "rows": rows,
-    }
+    return head(torch=torch.__version__) | {"rows": rows}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
+from result_head import head, redis_version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "agent"))
@@ -66,12 +66,7 @@ def main() -> int:
     if "controller" in chosen.part:
         for ranks in chosen.ranks:
             rows.append(measured(lambda folder, ranks=ranks: measure_controller(folder, ranks, chosen.seconds)))
-    report = {
-        "commit": _git(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"python": platform.python_version(), "redis": "7.0.15"},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared with other work while this ran",
-        "command": " ".join(["python", "bench/scale.py", *sys.argv[1:]]), "rows": rows,
-    }  # fmt: skip
+    report = head(redis=redis_version()) | {"rows": rows}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(row["pass"] for row in rows) else 1
@@ -324,10 +319,6 @@ def _feeder(kind: str, where: str, number: str, seconds: float) -> subprocess.Po
 def _cpu(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def _git() -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

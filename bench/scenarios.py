@@ -13,12 +13,9 @@ file's row of observe. `--missing` runs only what the file does not hold.
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -27,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from result_head import head
 
 from fp8watch.demo import result
 from fp8watch.demo.model import Shape, layer_names
@@ -287,21 +285,8 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     import torch
 
-    report = {
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
-        "command": " ".join(["python", "bench/scenarios.py", *sys.argv[1:]]),
-        "rows": rows,
-    }
+    report = head(torch=torch.__version__) | {"rows": rows}
     out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-
-
-def _commit() -> str:
-    root = Path(__file__).parents[1]
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return found.stdout.strip()
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,0 +1,58 @@
+"""What every file under bench/results says of itself: code, date, versions, machine and command, as they were found."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def head(command: str | None = None, **versions: str) -> dict[str, Any]:
+    """The first fields of a result. `command`: after `python `; None: this process's own."""
+    return {
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
+        "command": f"python {command or own_command()}",
+    }
+
+
+def commit() -> str:
+    """The commit that is checked out; empty where there is no git."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def own_command() -> str:
+    """This process's script and arguments."""
+    return " ".join([f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def redis_version() -> str:
+    """Of the server on the PATH, e.g. `7.0.15`; empty when there is none."""
+    server = shutil.which("redis-server")
+    if server is None:
+        return ""
+    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=False).stdout
+    return next((word.removeprefix("v=") for word in said.split() if word.startswith("v=")), "")
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Bootstrap 95 % interval of the median."""
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(2000))
+    return [medians[49], medians[1949]]
