@@ -232,8 +232,8 @@ class AgentServer:
         session = self._sessions.pop(run, None)
         self._owners.release(run)
         if session is not None:
+            session.close()  # first: it hands on its last frames, and whoever reads "ended" below finds the endpoint so
             self._metrics.run_over(run, state)
-            session.close()
             logger.info("run %s is over (%s)", run, state)
 
 
