@@ -77,16 +77,26 @@ CATALOGUE: tuple[Metric, ...] = (
            "run", "kind"),
     _gauge("tensor_shadow_error", "Relative error of the layer's forward GEMM against BF16 on the same input, at its "
            "last probe; the largest of the block where layer is empty.", *TENSOR_LABELS),
+    _gauge("tensor_scale_spread_log2", "Bits between the largest and the smallest scale of a tensor that has one a row "
+           "or block, in the last sampled step; the largest of the block where layer is empty.", *TENSOR_LABELS),
     _gauge("optimizer_state_amax", "Largest magnitude in an FP8 moment of the optimizer.", "run", "moment"),
     _gauge("optimizer_state_underflow_ratio", "Share of an FP8 moment's elements that are zero beside others that are "
            "not: an upper bound of what underflowed.", "run", "moment", unit="ratio"),
+    _gauge("expected_ranks", "Ranks that the run has on all nodes together, as they say."),
     _gauge("run_state", "1 for the state a run is in: running, ended, lost, halted.", "run", "state"),
+    _gauge("run_failed", "1 once a rank has left with an error in this attempt, else 0."),
+    _gauge("open_findings", "1 for what is found and not over. Where findings are judged there is a series with empty "
+           "detector and cause, always 0, so that a sum over a run is 0 and not absent.",
+           "run", "detector", "cause", "severity"),
     _gauge("evaluation_score", "Evaluation score as recorded by the trainer.", "run", "task"),
     _counter("steps_total", "Optimizer steps seen, repeated ones included."),
     _counter("tokens_total", "Tokens trained on, repeated ones included."),
     _counter("quantized_elements_total", "Elements cast to FP8 in sampled steps.", *TENSOR_LABELS),
     _counter("saturated_elements_total", "Elements clipped to the format's maximum in sampled steps.", *TENSOR_LABELS),
     _counter("underflowed_elements_total", "Non-zero elements that became zero in sampled steps.", *TENSOR_LABELS),
+    _counter("scaled_blocks_total", "Rows or blocks with a scale of their own, cast in sampled steps.",
+             *TENSOR_LABELS),
+    _counter("clipped_blocks_total", "Those of them in which an element was clipped.", *TENSOR_LABELS),
     _counter("nonfinite_total", "Non-finite values seen, by quantity: loss, grad_norm, update_rms, parameter "
              "(steps); amax, scale (tensors); tensor (elements, in sampled steps).",
              "run", "quantity"),
@@ -107,6 +117,7 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("agent_series_dropped_total", "Series left out to stay within the series budget.", "run"),
     _gauge("agent_redis_up", "1 while Redis takes what the node's agent sends; 0: it goes to the spool.", "node"),
     _gauge("agent_spool_bytes", "What waits on the node's disk for Redis.", "node", unit="bytes"),
+    _counter("agent_spool_errors_total", "Entries that the disk did not take and that wait in memory.", "node"),
     _counter("agent_redis_errors_total", "Calls to Redis that failed, by reason.", "node", "reason"),
     _counter("agent_sent_total", "Messages that Redis has taken.", "node"),
     _counter("agent_sent_bytes_total", "Bytes of the messages that Redis has taken.", "node", unit="bytes"),

@@ -1,18 +1,21 @@
 """/metrics of the cluster's controller: what it finds and does, and how it fares with its lease and Redis.
 
-Agents export what they see of their ranks; findings and actions are counted here only.
+Agents export what they see of their ranks; findings and actions are counted here only. What a run is in now (its state,
+its open findings) is said by the active controller alone: one that was active before knows no better than then.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fp8watch import __version__
 from fp8watch.controller.cluster import ClusterProgram
+from fp8watch.controller.open_findings import Open
 from fp8watch.errors import MissingDependency
 from fp8watch.metrics import BY_NAME, PREFIX
 from fp8watch.records import ActionRecord, Finding, RunRecord, Stored
@@ -30,18 +33,27 @@ _APPLIED = ("applied", "reverted")
 _ENDINGS = ("helped", "no_effect", "reverted")
 _NOT_APPLIED = ("failed", "vetoed", "expired", "unavailable", "refused")
 MAX_RUNS = 1000
+ENDED_TTL_SECONDS = 600.0
+"""How long the series of a run that is over stay, as in an agent (`AgentOptions.ended_ttl_seconds`)."""
+_OF_NOW = ("run_state", "open_findings")
 _Samples = list[tuple[tuple[str, ...], float]]
 
 
 class Tally:
-    """Counts records as they are stored, each once; what happened before this process began is not in it."""
+    """Counts records as they are stored, each once; what happened before this process began is not in it.
 
-    def __init__(self) -> None:
+    `clock` is monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._seen: dict[str, None] = {}
         self._findings: Counter[tuple[str, ...]] = Counter()
         self._actions: Counter[tuple[str, ...]] = Counter()
-        self._states: dict[str, str] = {}
+        self._states: dict[str, tuple[str, float]] = {}
+        """Run -> its state, and since when."""
+        self._open: dict[str, Open] = {}
 
     def __call__(self, record: Stored) -> None:
         """Hear of a record."""
@@ -58,24 +70,52 @@ class Tally:
                     if self._is_new(f"{record.run} action {record.id} {ending}"):
                         self._actions[record.run, record.action, ending] += 1
             elif isinstance(record, RunRecord):
-                self._states.pop(record.run, None)
-                self._states[record.run] = record.state
+                before, since = self._states.pop(record.run, ("", 0.0))
+                self._states[record.run] = (record.state, since if record.state == before else self._clock())
                 while len(self._states) > MAX_RUNS:
-                    del self._states[next(iter(self._states))]
+                    self._forget(next(iter(self._states)))
+
+    def open_findings(self, run: str, found: Open) -> None:
+        """Hear what is open of a run now: the listener of `OpenFindings`."""
+        with self._lock:
+            self._open.pop(run, None)
+            self._open[run] = found
+            while len(self._open) > MAX_RUNS:
+                del self._open[next(iter(self._open))]
 
     def samples(self) -> dict[str, _Samples]:
-        """Counts by metric."""
+        """Values by metric; of runs that are over for a while, none any more."""
         with self._lock:
+            now = self._clock()
+            for run, (state, since) in list(self._states.items()):
+                if state != "running" and now - since > ENDED_TTL_SECONDS:
+                    self._forget(run)
             known = self._states
             return {
                 "findings_total": [(key, float(n)) for key, n in self._findings.items() if key[0] in known],
                 "actions_total": [(key, float(n)) for key, n in self._actions.items() if key[0] in known],
                 "run_state": [
-                    ((run, state), float(state == now))
-                    for run, now in known.items()
+                    ((run, state), float(state == held))
+                    for run, (held, _) in known.items()
                     for state in ("running", "ended", "lost", "halted")
                 ],
+                "open_findings": [
+                    (labels, value)
+                    for run, found in self._open.items()
+                    if run in known
+                    for labels, value in (
+                        *(((run, "", "", severity), 0.0) for severity in ("warn", "act")),
+                        *(((run, *finding), 1.0) for finding in sorted(found)),
+                    )
+                ],
             }
+
+    def _forget(self, run: str) -> None:
+        del self._states[run]
+        self._open.pop(run, None)
+        for counted in (self._findings, self._actions):
+            for key in [key for key in counted if key[0] == run]:
+                del counted[key]
 
     def _is_new(self, key: str) -> bool:
         if key in self._seen:
@@ -131,6 +171,8 @@ class ControllerExporter(Collector):
             "store_errors_total": _by_run(program.runs.store_errors),
             **self._tally.samples(),
         }
+        for name in () if program.is_active else _OF_NOW:
+            found[name] = []
         for name, samples in found.items():
             metric = BY_NAME[PREFIX + name]
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily

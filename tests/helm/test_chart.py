@@ -25,7 +25,7 @@ CASES = {
     },
 }
 KUBERNETES = "1.34"
-MONITORS = ("ServiceMonitor", "PodMonitor")
+MONITORS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
 chart = helm_python.Chart.load(str(CHART))
 
 
