@@ -17,23 +17,14 @@ import msgspec
 
 from fp8watch.journal import Arrival as Arrival
 from fp8watch.journal import TraceEntry as TraceEntry
-
-Severity = Literal["warn", "act"]
-Cause = Literal["precision", "optimisation", "data", "hardware", "bookkeeping", "unknown"]
-Mode = Literal["observe", "approve", "auto"]
-Verb = Literal["apply", "revert"]
-Outcome = Literal["helped", "no_effect", "reverted", "pending"]
-CheckpointLabel = Literal["pending", "candidate", "good", "tainted"]
-
-ACTIONS = (
-    "lengthen_warmup", "rewarm", "hold_lr", "tighten_clip", "skip_update", "adjust_loss_scale", "raise_margin",
-    "repair_scale", "bf16_layers", "bf16_all", "checkpoint_now", "checkpoint_cadence", "recheck", "rollback", "halt",
-)  # fmt: skip
-DETECTORS = (
-    "nonfinite", "scale_frozen", "saturation", "underflow", "amax_jump", "amax_drift", "crest", "loss_spike",
-    "grad_spike", "divergence", "stuck", "update_rms", "attention_logit", "kurtosis", "zero_grad", "rank_mismatch",
-    "shadow_error", "clip_rate", "no_progress", "blind",
-)  # fmt: skip
+from fp8watch.vocabulary import ACTIONS as ACTIONS
+from fp8watch.vocabulary import DETECTORS as DETECTORS
+from fp8watch.vocabulary import Cause as Cause
+from fp8watch.vocabulary import CheckpointLabel as CheckpointLabel
+from fp8watch.vocabulary import Mode as Mode
+from fp8watch.vocabulary import Outcome as Outcome
+from fp8watch.vocabulary import Severity as Severity
+from fp8watch.vocabulary import Verb as Verb
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +69,8 @@ class Layout(Record, frozen=True, kw_only=True, tag="layout"):
     observed_modules: int
     not_observable: list[str] = []
     """`name: reason` of what cannot be seen."""
+    aliases: dict[str, list[str]] = {}
+    """Modules and parameters that the model holds in several places: the name they go by here -> their other names."""
 
 
 class Column(Record, frozen=True, kw_only=True):
@@ -92,7 +85,8 @@ class Column(Record, frozen=True, kw_only=True):
 class StepFrame(Record, frozen=True, kw_only=True, tag="frame"):
     """One rank, one optimizer step. (run, attempt, rank, step) is unique.
 
-    `scalars` keys: loss (raw, mean of micro-batches), grad_norm (before clipping, after unscaling),
+    `scalars` keys: loss (raw, mean of micro-batches), loss_micro_max and loss_micro_median (of a step's several
+    micro-batches), grad_norm (before clipping, after unscaling),
     learning_rate, clip_limit, loss_scale, step_seconds, tokens, samples (consumed so far), update_rms,
     update_ratio (RMS of the update over the RMS of the parameters, matrices only),
     update_skipped (1.0 when the optimizer step was skipped), bf16_modules, overhead_seconds,
@@ -102,8 +96,9 @@ class StepFrame(Record, frozen=True, kw_only=True, tag="frame"):
     micro-batch; absent: equal to amax), amax_local (f4, as amax but before the reduction across ranks: this rank's own;
     absent: equal to amax), scale (f4, the one used by this step's last cast), high_precision
     (u1, 1: the module ran in BF16 this step), and on sampled steps quantized, saturated, underflowed,
-    nonfinite (u8 element counts), mse, snr (f4); now and then those of `fp8watch.what_if.COLUMNS`, and shadow_error
-    (f4, on the row of a probed module's input). Scalars and columns of samples: docs/capture.md, "Closer looks".
+    nonfinite (u8 element counts), mse, snr (f4), of casts with a scale a row or block also blocks, clipped_blocks (u8)
+    and scale_spread (f4, log2 of largest over smallest); now and then those of `fp8watch.what_if.COLUMNS`, and
+    shadow_error (f4, on a probed module's input). Scalars and columns of samples: docs/capture.md, "Closer looks".
     """
 
     run: str
@@ -181,6 +176,8 @@ class Hello(Record, frozen=True, kw_only=True, tag="hello"):
     """Action -> empty string when available, else the reason why it is not."""
     warmup_steps: int | None = None
     """Length of the scheduler's warm-up where it is known."""
+    is_warming_up: bool = False
+    """The learning rate has risen from the first step on, and where that ends is not known yet."""
     num_parameters: int = 0
     framework: dict[str, str] = {}
     """Versions: python, torch, transformer_engine, fp8watch; recipe; device."""
@@ -189,6 +186,9 @@ class Hello(Record, frozen=True, kw_only=True, tag="hello"):
     journal_term: int = 0
     """Highest command term this rank has seen."""
     armed: bool = True
+    tensor_group: list[int] = []
+    """Ranks that hold parts of the same tensors as this one (tensor parallelism), this one among them: they have to
+    use the same scales. Empty: not told."""
 
 
 class Welcome(Record, frozen=True, kw_only=True, tag="welcome"):
@@ -296,6 +296,7 @@ class Goodbye(Record, frozen=True, kw_only=True, tag="goodbye"):
     rank: int
     step: int
     reason: str = "end"
+    """end, detached, halted, ranks apart, or `error: <exception>`."""
     dropped: dict[str, int] = {}
     """As in `StepFrame`."""
 

@@ -37,6 +37,7 @@ class AmaxDrift:
     """Slow growth of log2 amax against the tensor's peers."""
 
     name = "amax_drift"
+    of_tensors = True
 
     def start(self) -> AmaxDriftState:
         """Nothing seen."""
@@ -60,7 +61,8 @@ class AmaxDrift:
         state.trends.follow(table.names)
         usable = column[1] & np.isfinite(column[0]) & (column[0] > 0)
         for i in state.trends.push(np.log2(np.where(usable, column[0], 1.0)), usable, sample.step):
-            state.excess[:, i] = _beyond_peers(state.trends.rise(i), table)
+            now = _beyond_peers(state.trends.rise(i), table)
+            state.excess[:, i] = state.trends.kept(i, state.excess[:, i], now)
         if not state.excess.any():
             return state, []
         most = state.excess.max(axis=1)

@@ -40,6 +40,7 @@ class AmaxJump:
     """Leaps of log2 amax against the tensor's own past."""
 
     name = "amax_jump"
+    of_tensors = True
 
     def start(self) -> AmaxJumpState:
         """No baseline."""
@@ -85,6 +86,8 @@ class AmaxJump:
             "ordinary_amax": float(2.0 ** (value[worst] - jump[worst])),
             "kind": sample.tensors[worst].tensor,
             "num_tensors": len(order),
+            "num_of_kind": int(np.sum(usable & (table.kinds == table.kinds[worst]))),
+            "num_jumped_of_kind": int(np.sum(table.kinds[order] == table.kinds[worst])),
         }
         return state, [
             Symptom(

@@ -17,12 +17,15 @@ from typing import Any
 from fp8watch.detect.base import Symptom
 from fp8watch.detect.context import Context
 from fp8watch.detect.shadow_error import ACT, ORDINARY
+from fp8watch.detect.window import is_everywhere, is_growing, is_loss_ordinary, is_one_micro_batch
 from fp8watch.records import Cause
 
 LOOK_BACK = 32
 """Samples before the onset in which a cause may show."""
 ENOUGH = 2.0
 """Weight a cause must have."""
+LOOSE_LIMIT = 10.0
+"""Times the ordinary gradient norm from which on a clip limit is none."""
 UPDATE_BOUND = 100.0
 """No element moves further than this many RMS of the update (Adam's largest step is about 10 of them)."""
 
@@ -91,10 +94,16 @@ def _bookkeeping(symptom: Symptom, context: Context, since: int) -> Case:
         case.speaks_for(5.0, f"a non-finite amax blocks the window of {poisoned[0]}" if poisoned else reason)
         if frozen.onset_step > symptom.onset_step + 2 * context.stride():
             case.speaks_against(3.0, "the scales went wrong after the symptom began")
-    elif symptom.detector in ("saturation", "underflow"):
+    elif symptom.detector in ("saturation", "underflow", "underflow_drift"):
         case.speaks_against(1.0, "every scale is the one that its amax window demands")
+    if symptom.evidence.get("vanishing_amax"):
+        names = ", ".join(symptom.evidence["vanishing_amax"][:3])
+        case.speaks_for(3.0, f"the scale of {names} has no floor: rows of zeros, or nearly, made it infinite")
     apart = context.find("rank_mismatch", since=since)
-    if apart is not None and apart.evidence["of"] == "scale_checksum" and not apart.evidence["is_one_rank"]:
+    if apart is not None and apart.evidence.get("is_declared"):
+        what = {"scale_checksum": "scales", "precision_checksum": "precisions"}[apart.evidence["of"]]
+        case.speaks_for(5.0, f"ranks {apart.evidence['ranks']} share tensors and use different {what}")
+    elif apart is not None and apart.evidence["of"] == "scale_checksum" and not apart.evidence["is_one_rank"]:
         case.speaks_for(5.0, f"ranks {apart.evidence['ranks']} use other scales than the ranks they belong with")
     return case
 
@@ -116,7 +125,7 @@ def _hardware(symptom: Symptom, context: Context, since: int) -> Case:
     apart = context.find("rank_mismatch", since=since)
     if apart is not None:
         ranks, what = apart.evidence["ranks"], apart.evidence["of"].partition("_")[0]
-        word = {"param": "parameters", "scale": "scales"}[what]
+        word = {"param": "parameters", "scale": "scales", "precision": "precisions"}[what]
         if apart.evidence["is_one_rank"]:
             case.speaks_for(6.0, f"rank {ranks[0]} alone holds other {word} than its replicas")
         elif what == "param":
@@ -128,6 +137,8 @@ def _hardware(symptom: Symptom, context: Context, since: int) -> Case:
         case.speaks_for(1.0, f"rank {symptom.rank} alone")
     elif context.num_ranks > 2 and symptom.detector in ("loss_spike", "grad_spike", "nonfinite"):
         case.speaks_against(0.5, "most ranks are out of range alike")
+    if symptom.detector == "grad_spike" and is_everywhere(symptom, context):
+        case.speaks_against(1.0, "the gradients of all layers grew alike: they came so from the loss")
     return case
 
 
@@ -150,7 +161,18 @@ def _optimisation(symptom: Symptom, context: Context, since: int) -> Case:
     if rate_jump is not None and rate_jump.step >= since and rate_jump.onset_step <= symptom.onset_step + stride:
         ratio = rate_jump.evidence["learning_rate_ratio"]
         by = "from zero" if ratio is None else f"by {ratio:.3g}x"
-        case.speaks_for(4.5, f"the learning rate jumped {by} at step {rate_jump.onset_step}")
+        if rate_jump.evidence.get("is_creeping"):
+            reason = (
+                f"the learning rate has climbed {by} above all it had settled at, since step {rate_jump.onset_step}"
+            )
+            case.speaks_for(4.5, reason)
+        else:
+            case.speaks_for(4.5, f"the learning rate jumped {by} at step {rate_jump.onset_step}")
+    leap = next((s for s in reversed(context.seen) if "update_leap_ratio" in s.evidence), None)
+    if leap is not None and leap.step >= since and leap.onset_step <= symptom.onset_step + stride:
+        times = leap.evidence["update_leap_ratio"]
+        reason = f"an update of {times:.3g}x the usual size from an ordinary gradient at an ordinary rate"
+        case.speaks_for(4.0, f"{reason}: the optimizer's state is not what it was")
     moved = next((s for s in reversed(context.seen) if "update_ratio" in s.evidence), None)
     if moved is not None and moved.step >= since and moved.onset_step <= symptom.onset_step + stride:
         share = moved.evidence["update_ratio"]
@@ -162,14 +184,29 @@ def _optimisation(symptom: Symptom, context: Context, since: int) -> Case:
     rates = context.series("learning_rate", since, symptom.onset_step)
     if len(rates) >= 4 and rates[-1] > 1.05 * rates[0]:
         case.speaks_for(2.0, "the learning rate was rising when it began")
-    if _is_growing(context.series("grad_norm", symptom.onset_step - 16 * stride, symptom.onset_step)):
+    if is_growing(context.series("grad_norm", symptom.onset_step - 16 * stride, symptom.onset_step)):
         case.speaks_for(1.5, "the gradient norm grew steadily before the onset")
     logits = context.find("attention_logit", since=since)
     if logits is not None:
         case.speaks_for(2.5, f"attention logits of {logits.evidence['attention_logit']:.3g} make the softmax one-hot")
     if symptom.evidence.get("is_recurring"):
         case.speaks_for(3.0, f"{symptom.evidence['bursts']} bursts of the gradient norm, ordinary in between")
+    elif symptom.detector == "grad_spike":
+        _loose_limit(case, symptom, context)
     return case
+
+
+def _loose_limit(case: Case, symptom: Symptom, context: Context) -> None:
+    """A burst that a clip limit let through, under an ordinary loss, in every layer alike: it came with the gradient
+    of the loss, so no layer's format or device made it, and the limit that should have caught it does not limit."""
+    norm, ordinary = symptom.evidence["grad_norm"], symptom.evidence["ordinary_grad_norm"]
+    limit = symptom.evidence.get("clip_limit")
+    if limit is None or norm > limit or limit < LOOSE_LIMIT * ordinary:
+        return
+    if not is_everywhere(symptom, context) or is_loss_ordinary(symptom, context) is not True:
+        return
+    times = f"{norm / ordinary:.3g}x the ordinary norm"
+    case.speaks_for(2.5, f"a burst of {times} passed the clip limit, which is {limit / ordinary:.3g}x that norm")
 
 
 def _precision(symptom: Symptom, context: Context, since: int, modules: Sequence[str]) -> Case:
@@ -194,7 +231,11 @@ def _precision(symptom: Symptom, context: Context, since: int, modules: Sequence
 def _precision_traces(symptom: Symptom, context: Context, since: int) -> Case:
     case = Case("precision")
     stride = context.stride()
-    for detector, word in (("saturation", "clips"), ("underflow", "loses elements to zero")):
+    for detector, word in (
+        ("saturation", "clips"),
+        ("underflow", "loses elements to zero"),
+        ("underflow_drift", "loses more and more elements to zero"),
+    ):
         seen = context.find(detector, "act", since=max(since, symptom.onset_step - 2 * stride))
         if seen is None:
             continue
@@ -219,6 +260,9 @@ def _precision_traces(symptom: Symptom, context: Context, since: int) -> Case:
 
 def _data(symptom: Symptom, context: Context, since: int) -> Case:
     case = Case("data")
+    if symptom.detector == "nonfinite" and symptom.evidence.get("finite_casts_before"):
+        casts, where = symptom.evidence["finite_casts_before"], symptom.evidence["first_nonfinite"]
+        case.speaks_against(1.5, f"{casts} tensors of the forward before {where} were finite: the batch is")
     if symptom.detector not in ("loss_spike", "grad_spike") or symptom.evidence.get("is_recurring"):
         return case
     stride = context.stride()
@@ -242,14 +286,6 @@ def _data(symptom: Symptom, context: Context, since: int) -> Case:
         case.speaks_against(3.0, "a weight's amax jumped")
     if symptom.detector == "loss_spike" and context.is_one_rank("loss"):
         case.speaks_for(0.5, "the batch of one rank only")
+    if symptom.detector == "loss_spike" and is_one_micro_batch(symptom, context):
+        case.speaks_for(1.5, "one micro-batch only: the median of the step's micro-batches is ordinary")
     return case
-
-
-def _is_growing(norms: list[float]) -> bool:
-    """Whether the later half lies above the earlier by more than 1.5x, the last third still more."""
-    if len(norms) < 6 or min(norms) <= 0:
-        return False
-    logs = [math.log(x) for x in norms]
-    third = len(logs) // 3
-    parts = [statistics.median(logs[i * third : (i + 1) * third]) for i in range(3)]
-    return parts[0] < parts[1] < parts[2] and parts[2] - parts[0] > math.log(1.5)

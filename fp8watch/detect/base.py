@@ -46,7 +46,10 @@ class Sample:
     rank_median: dict[str, float] = field(default_factory=dict)
     """Scalar name -> median over ranks, in runs of several; NaN counts as the largest."""
     rank_values: dict[str, dict[int, float]] = field(default_factory=dict)
-    """`param_checksum`, `scale_checksum` -> rank -> value: what must be equal in ranks that hold the same."""
+    """`param_checksum`, `scale_checksum`, `precision_checksum` -> rank -> value: what must be equal in ranks that hold
+    the same."""
+    tensor_groups: tuple[tuple[int, ...], ...] = ()
+    """Ranks that were declared to hold parts of the same tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,10 @@ class Symptom:
 
 
 class Detector(Protocol):
-    """A named rule. `update` returns the next state and what is seen now; `state` starts as `start()`."""
+    """A named rule. `update` returns the next state and what is seen now; `state` starts as `start()`.
+
+    One that has a true attribute `of_tensors` looks at per-tensor values only: it is not asked about a sample without.
+    """
 
     name: str
 

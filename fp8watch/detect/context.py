@@ -13,7 +13,7 @@ from fp8watch.records import Severity
 
 LENGTH = 128
 """Samples looked back on."""
-SCALARS = ("loss", "grad_norm", "learning_rate", "update_rms")
+SCALARS = ("loss", "grad_norm", "learning_rate", "update_rms", "loss_micro_max", "loss_micro_median")
 
 
 class Seen(msgspec.Struct, kw_only=True):
@@ -50,8 +50,8 @@ class Context(msgspec.Struct):
     def push(self, sample: Sample, symptoms: list[Symptom]) -> None:
         """Take a step in."""
         self.steps.append(sample.step)
-        self.scalars.append({name: sample.scalars[name] for name in SCALARS if name in sample.scalars})
-        self.medians.append({name: sample.rank_median[name] for name in SCALARS if name in sample.rank_median})
+        self.scalars.append(_known(sample.scalars))
+        self.medians.append(_known(sample.rank_median))
         self.num_ranks = sample.num_ranks
         if "shadow_error" in sample.values:
             self._probed(sample)
@@ -115,3 +115,7 @@ class Context(msgspec.Struct):
             if seen.detector == detector and seen.step >= since and severity in (None, seen.severity):
                 return seen
         return None
+
+
+def _known(scalars: dict[str, float]) -> dict[str, float]:
+    return {name: scalars[name] for name in SCALARS if name in scalars} if scalars else {}

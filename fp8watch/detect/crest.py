@@ -37,6 +37,7 @@ class Crest:
     """amax over RMS of E4M3 tensors."""
 
     name = "crest"
+    of_tensors = True
 
     def start(self) -> CrestState:
         """Nothing seen."""

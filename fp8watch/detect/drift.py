@@ -7,7 +7,8 @@ the rest scaled up to the window, is beyond `SIGMA` times the blocks' scatter ar
 an end: the last three steps make at least `STEADY` of what the first three do. Leaving the largest step out tells a
 drift from a level shift; growth that slows down is a model that settles. Nothing is said before a scale has seen two
 windows: a young model moves everywhere. Points are clipped to `CLIP` around the block before, so that a
-single outlier moves a mean by a thirty-second of that. Cost: two additions a tensor and step.
+single outlier moves a mean by a thirty-second of that; a block that climbs by all of it follows a shift of the level,
+which is no drift either. Cost: two additions a tensor and step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ CLIP = 1.0
 """What a point may lie away from the block before (log2 units: a bit)."""
 SIGMA = 6.0
 """Scatters of the blocks that a rise must exceed."""
+SHIFT = 0.9
+"""Share of `CLIP` from which on a step between blocks of the finest scale is a shift of the level."""
 STEADY = 0.7
 """Rise of the window's last three steps over that of its first three, at least."""
 
@@ -81,6 +84,21 @@ class Trends(msgspec.Struct):
             fine.counts += usable
         fine.begun = step if fine.points == 0 else fine.begun
         fine.points += 1
+        return self._end_blocks()
+
+    def push_block(self, values: Array, step: int) -> list[int]:
+        """The same for `BLOCK` points at once, all observed: [num_tensors, BLOCK], the first of them at `step`. Not to
+        be mixed with `push`."""
+        fine = self.scales[0]
+        level = fine.blocks[:, -1:]
+        with np.errstate(invalid="ignore"):
+            near = np.where(np.isnan(level), values, np.clip(values, level - CLIP, level + CLIP))
+        fine.sums += near.sum(axis=1)
+        fine.counts += values.shape[1]
+        fine.begun, fine.points = step, values.shape[1]
+        return self._end_blocks()
+
+    def _end_blocks(self) -> list[int]:
         ended = []
         for i, scale in enumerate(self.scales):
             if scale.points < (BLOCK if i == 0 else FACTOR):
@@ -98,14 +116,33 @@ class Trends(msgspec.Struct):
             return np.zeros(len(scale.sums))
         blocks = scale.blocks.astype(np.float64)
         steps = np.diff(blocks, axis=1)
+        is_rising = (steps > 0).all(axis=1)
+        if not is_rising.any():
+            return np.zeros(len(scale.sums))
         rise = (steps.sum(axis=1) - steps.max(axis=1)) * (KEEP - 1) / (KEEP - 2)
         x = np.arange(KEEP) - (KEEP - 1) / 2
         line = (blocks @ x / (x @ x))[:, None] * x
         scatter = np.sqrt(((blocks - blocks.mean(axis=1)[:, None] - line) ** 2).sum(axis=1) / (KEEP - 2))
         with np.errstate(invalid="ignore"):
             is_steady = steps[:, -3:].sum(axis=1) >= STEADY * steps[:, :3].sum(axis=1)
-            is_rising = (steps > 0).all(axis=1) & (rise > SIGMA * scatter) & is_steady
+            is_rising &= (rise > SIGMA * scatter) & is_steady
+            if i == 0:
+                is_rising &= (steps < SHIFT * CLIP).all(axis=1)
         return np.where(is_rising, rise, 0.0)
+
+    def kept(self, i: int, before: Array, now: Array) -> Array:
+        """[num_tensors] a new verdict (0: none), or the one before as long as the newest block still lies above the
+        one of half a window ago: a drift that falters for a block is the same drift."""
+        blocks = self.scales[i].blocks
+        with np.errstate(invalid="ignore"):
+            goes_on = blocks[:, -1] > blocks[:, KEEP // 2]
+        return np.where(now > 0, now, np.where(goes_on, before, 0.0))
+
+    def change(self, i: int) -> Array:
+        """[num_tensors] newest block of a scale minus the first of its window; NaN where one of them is missing."""
+        blocks = self.scales[i].blocks.astype(np.float64)
+        difference: Array = blocks[:, -1] - blocks[:, 0]
+        return difference
 
     def window(self, i: int) -> tuple[int, int]:
         """First step of a scale's window, and its length in points."""

@@ -15,9 +15,12 @@ import msgspec
 import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
+from fp8watch.detect.given import given, module_of
 
 SCALARS = ("loss", "grad_norm", "update_rms", "loss_scale")
 COLUMNS = ("amax", "scale")
+VANISHING = 2.0**-112
+"""amax below which fp8_max / amax leaves the range of float32 (largest 2^128, largest fp8_max below 2^16)."""
 
 
 class NonfiniteState(msgspec.Struct):
@@ -44,10 +47,12 @@ class Nonfinite:
             if value is not None and not math.isfinite(value):
                 quantities.append(name)
                 values[name] = str(value)
-        if sample.scalars.get("param_nonfinite", 0.0) > 0:
+        before = _bad_before(sample)
+        if before or sample.scalars.get("param_nonfinite", 0.0) > 0:
             quantities.append("parameters")
         hit = np.zeros(len(sample.tensors), dtype=np.bool_)
         counts: dict[str, int] = {}
+        first: dict[str, Any] = {}
         for name in COLUMNS:
             bad = _observed(sample, name, lambda column: ~np.isfinite(column))
             if bad is not None and bad.any():
@@ -57,17 +62,20 @@ class Nonfinite:
         if bad is not None and bad.any():
             quantities.append("elements")
             hit |= bad
-            for index in np.flatnonzero(bad)[:8]:
-                counts[sample.tensors[int(index)].name] = int(sample.values["nonfinite"][index])
+            where = _in_order(sample, bad)
+            for index in where[:8]:
+                counts[sample.tensors[index].name] = int(sample.values["nonfinite"][index])
+            first = _first(sample, where[0])
         if not quantities:
             return NonfiniteState(), []
         onset = sample.step if state.onset_step is None else state.onset_step
         evidence: dict[str, Any] = {"quantities": quantities, "values": values, "is_first_step": sample.step <= 1}
+        if before:
+            evidence["bad_before_training"] = before
         if counts:
-            evidence["nonfinite_elements"] = counts
+            evidence |= {"nonfinite_elements": counts, **first}
         if "scale" in quantities:
-            # An infinite scale comes from a vanishing amax (fp8_max / amax overflows): say so, it is no overflow.
-            evidence["nonfinite_scale"] = [sample.tensors[int(i)].name for i in np.flatnonzero(hit)[:8]]
+            evidence |= _scales(sample)
         symptom = Symptom(
             detector=self.name,
             severity="act",
@@ -87,6 +95,37 @@ def _observed(sample: Sample, name: str, test: Any) -> np.ndarray[Any, np.dtype[
     valid = sample.valid.get(name)
     found: np.ndarray[Any, np.dtype[np.bool_]] = test(column)
     return found if valid is None else found & valid
+
+
+def _bad_before(sample: Sample) -> list[str] | int:
+    """Parameters that were not finite before the first update: their names, or how many where those are not known yet.
+    No remedy for training helps: they were loaded or made so."""
+    names = [module_of(name) for name in given(sample, "bad_parameter")]
+    return names or int(sample.scalars.get("bad_parameters", 0.0))
+
+
+def _first(sample: Sample, index: int) -> dict[str, Any]:
+    """Where the forward first held what is not finite, by the model's order, and how much before it was counted and
+    finite; empty where only gradients are concerned. The order of modules is that in which the model holds them."""
+    if sample.tensors[index].tensor.startswith("grad"):
+        return {}
+    counted = sample.valid.get("nonfinite", np.ones(len(sample.tensors), dtype=np.bool_))
+    before = sum(bool(counted[i]) and not sample.tensors[i].tensor.startswith("grad") for i in range(index))
+    return {"first_nonfinite": sample.tensors[index].name, "finite_casts_before": before}
+
+
+def _scales(sample: Sample) -> dict[str, Any]:
+    """The tensors whose scale is not finite, and what their amax says of the reason. An infinite scale comes from a
+    vanishing amax (fp8_max / amax overflows): rows of zeros, or a tensor that is nearly zero. It is no overflow."""
+    bad = _observed(sample, "scale", lambda column: ~np.isfinite(column))
+    assert bad is not None
+    names = [sample.tensors[int(i)].name for i in np.flatnonzero(bad)[:8]]
+    amax, seen = sample.values.get("amax"), sample.valid.get("amax")
+    if amax is None:
+        return {"nonfinite_scale": names}
+    known = bad if seen is None else bad & seen
+    vanishing = [sample.tensors[int(i)].name for i in np.flatnonzero(known & (np.abs(amax) < VANISHING))[:8]]
+    return {"nonfinite_scale": names} | ({"vanishing_amax": vanishing} if vanishing else {})
 
 
 def _in_order(sample: Sample, hit: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int]:

@@ -26,6 +26,7 @@ from fp8watch.detect.clip_rate import ClipRate
 from fp8watch.detect.context import Context
 from fp8watch.detect.crest import Crest
 from fp8watch.detect.divergence import Divergence
+from fp8watch.detect.grad_drift import GradDrift
 from fp8watch.detect.grad_spike import GradSpike
 from fp8watch.detect.incidents import PAUSE_SAMPLES, Incident, Incidents
 from fp8watch.detect.kurtosis import Kurtosis
@@ -33,11 +34,13 @@ from fp8watch.detect.loss_spike import LossSpike
 from fp8watch.detect.no_progress import NoProgress
 from fp8watch.detect.nonfinite import Nonfinite
 from fp8watch.detect.rank_mismatch import RankMismatch
+from fp8watch.detect.reference_gap import ReferenceGap
 from fp8watch.detect.saturation import Saturation
 from fp8watch.detect.scale_frozen import ScaleFrozen
 from fp8watch.detect.shadow_error import ShadowError
 from fp8watch.detect.stuck import Stuck
 from fp8watch.detect.underflow import Underflow
+from fp8watch.detect.underflow_drift import UnderflowDrift
 from fp8watch.detect.update_rms import UpdateRms
 from fp8watch.detect.zero_grad import ZeroGrad
 from fp8watch.records import Finding
@@ -46,10 +49,20 @@ logger = logging.getLogger(__name__)
 QUIET_STEPS = 20
 """Steps after a resume or rollback in which rules that rest on a baseline keep still."""
 BASELINE_RULES = frozenset(
-    {"loss_spike", "grad_spike", "divergence", "amax_drift", "kurtosis", "zero_grad", "clip_rate"}
+    {
+        "loss_spike",
+        "grad_spike",
+        "divergence",
+        "amax_drift",
+        "underflow_drift",
+        "grad_drift",
+        "kurtosis",
+        "zero_grad",
+        "clip_rate",
+    }
 )
 """Rules that a quiet period silences. What needs no baseline (numbers, scales, the learning rate) has none."""
-EXPLAIN_SHADOW = ("scale_frozen", "saturation", "underflow")
+EXPLAIN_SHADOW = ("scale_frozen", "saturation", "underflow", "underflow_drift")
 """Detectors that say why a layer's FP8 GEMM is off, where they act: the probe's finding then stays a warning."""
 STATE_VERSION = 2
 
@@ -58,8 +71,8 @@ def default_detectors() -> list[Detector]:
     """Every detector, those first whose findings explain the others'."""
     return [
         Nonfinite(), RankMismatch(), ScaleFrozen(), AmaxJump(), UpdateRms(), Saturation(), Underflow(), Crest(),
-        ShadowError(), AmaxDrift(), Kurtosis(), AttentionLogit(), ZeroGrad(), ClipRate(), Stuck(), NoProgress(),
-        LossSpike(), GradSpike(), Divergence(), Blind(),
+        ShadowError(), AmaxDrift(), UnderflowDrift(), Kurtosis(), AttentionLogit(), ZeroGrad(), ClipRate(), Stuck(),
+        NoProgress(), LossSpike(), GradSpike(), GradDrift(), Divergence(), ReferenceGap(), Blind(),
     ]  # fmt: skip
 
 
@@ -83,6 +96,7 @@ class Pipeline:
     def __init__(self, run: str, detectors: Sequence[Detector] | None = None) -> None:
         self.run = run
         self._detectors = list(default_detectors() if detectors is None else detectors)
+        self._of_scalars = [detector for detector in self._detectors if not getattr(detector, "of_tensors", False)]
         self._states: dict[str, Any] = {detector.name: detector.start() for detector in self._detectors}
         self._state = _PipelineState()
         self.failures: Counter[str] = Counter()
@@ -95,7 +109,7 @@ class Pipeline:
             self.reset("rollback", sample.step - 1)
         state.attempt, state.last_step = sample.attempt, sample.step
         symptoms: list[Symptom] = []
-        for detector in self._detectors:
+        for detector in self._detectors if sample.values else self._of_scalars:
             try:
                 self._states[detector.name], seen = detector.update(self._states[detector.name], sample)
             except Exception:

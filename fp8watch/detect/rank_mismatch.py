@@ -5,9 +5,12 @@ scales. Which ranks belong together depends on how the model is cut up, and nobo
 was equal while it changed `LEARN` times form a group, and one that leaves its group for `STEPS` observations in a row
 is an act symptom. The smaller side of the group is named (with two ranks there is none; then no rank is). Two
 checksums: `scale_checksum`, of all scales of a step, and `param_checksum`, of a sample of the parameters.
+Ranks that were declared to hold parts of the same tensors (`mesh=` of attach) are compared from the first step on.
+Under delayed scaling unequal scales are a warning, for the group in which amaxes are reduced is another than the
+tensors'; modules that ran in FP8 on one rank and in BF16 on another are an act symptom.
 Source: detector default D12, precursor P20 (Megatron-LM pull request 442: amax reduced over the wrong group, every
 FP8 run of a 40 B model diverged after about 1,000 steps).
-Cannot see: ranks that never agreed; differences outside the sample of the parameters.
+Cannot see: ranks that never agreed and were not declared; differences outside the sample of the parameters.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from fp8watch.detect.base import Sample, Symptom
 
 LEARN = 8
 """Changes of the value that ranks must have gone through together."""
+PRECISION, SCALES = "precision_checksum", "scale_checksum"
 STEPS = 2
 """Observations in a row that must differ."""
 
@@ -39,10 +43,21 @@ class Quantity(msgspec.Struct):
     onset: dict[int, int] = {}
 
 
+class Disagreement(msgspec.Struct):
+    """Ranks that were declared to share tensors, and differ."""
+
+    of: str
+    ranks: list[int]
+    onset: int
+    count: int = 1
+    """Observations in a row."""
+
+
 class RankMismatchState(msgspec.Struct):
     """Name of the checksum -> what is known of it."""
 
     quantities: dict[str, Quantity] = {}
+    declared: list[Disagreement] = []
 
 
 class RankMismatch:
@@ -58,6 +73,7 @@ class RankMismatch:
         """Groups stay what they are; all ranks were restored from the same checkpoint."""
         for quantity in state.quantities.values():
             quantity.values, quantity.apart, quantity.onset = {}, {}, {}
+        state.declared = []
         return state
 
     def update(self, state: RankMismatchState, sample: Sample) -> tuple[RankMismatchState, list[Symptom]]:
@@ -66,13 +82,54 @@ class RankMismatch:
             return state, []
         symptoms: list[Symptom] = []
         for name, values in sample.rank_values.items():
-            if len(values) < 2:
+            if len(values) < 2 or name == PRECISION:
                 continue
             quantity = state.quantities.setdefault(name, Quantity())
             apart = _look(quantity, values, sample.step)
             if apart:
                 symptoms.append(_symptom(self.name, name, quantity, values, apart, sample))
+        state.declared = _look_at_declared(state.declared, sample)
+        symptoms += [_declared(self.name, item, sample) for item in state.declared if item.count >= STEPS]
         return state, symptoms[:1]
+
+
+def _look_at_declared(known: list[Disagreement], sample: Sample) -> list[Disagreement]:
+    """The groups that were declared to share tensors and differ in this step; what was not observed stays as it was."""
+    if not sample.tensor_groups:
+        return []
+    before = {(item.of, tuple(item.ranks)): item for item in known}
+    found = []
+    # Without a history scales belong to a rank's own slice, and may rightly differ.
+    is_delayed = all(column.recipe == "delayed" for column in sample.tensors)
+    for of in (PRECISION, SCALES) if is_delayed else (PRECISION,):
+        seen = sample.rank_values.get(of, {})
+        for group in sample.tensor_groups:
+            values = {seen[rank] for rank in group if rank in seen}
+            item = before.get((of, group))
+            if len(values) > 1:
+                count, onset = (1, sample.step) if item is None else (item.count + 1, item.onset)
+                found.append(Disagreement(of=of, ranks=list(group), onset=onset, count=count))
+            elif not values and item is not None:
+                found.append(item)
+    return found
+
+
+def _declared(detector: str, item: Disagreement, sample: Sample) -> Symptom:
+    evidence: dict[str, Any] = {
+        "of": item.of,
+        "ranks": item.ranks,
+        "group_size": len(item.ranks),
+        "is_one_rank": False,
+        "is_declared": True,
+        "first_bad_step": item.onset,
+    }
+    return Symptom(
+        detector=detector,
+        severity="act" if item.of == PRECISION else "warn",
+        step=sample.step,
+        onset_step=item.onset,
+        evidence=evidence,
+    )
 
 
 def _look(quantity: Quantity, values: dict[int, float], step: int) -> list[int]:

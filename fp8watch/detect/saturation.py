@@ -45,6 +45,7 @@ class Saturation:
     """Exact clip flags from amax and scale, element shares where they were counted."""
 
     name = "saturation"
+    of_tensors = True
 
     def start(self) -> SaturationState:
         """Nothing seen."""

@@ -59,6 +59,7 @@ class ScaleFrozen:
     """Compares every scale with the demand of our own amax window."""
 
     name = "scale_frozen"
+    of_tensors = True
 
     def start(self) -> ScaleFrozenState:
         """Nothing known yet."""

@@ -44,6 +44,7 @@ class ShadowError:
     """Relative error of FP8 GEMMs, where they were probed."""
 
     name = "shadow_error"
+    of_tensors = True
 
     def start(self) -> ShadowErrorState:
         """No probe."""

@@ -54,6 +54,7 @@ class Underflow:
     """Share of underflowed elements against the tensor's own past."""
 
     name = "underflow"
+    of_tensors = True
 
     def start(self) -> UnderflowState:
         """No baseline."""

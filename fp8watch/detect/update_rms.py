@@ -9,6 +9,9 @@ schedule may well mean it. An update size that leaves its range alone is a warni
 Without any past: updates that move the parameters by `RATIO_LIMIT` of their own size in each of `RATIO_STEPS` steps
 in a row are an act symptom, in warm-up too. Usual is 1e-3 (a rule of thumb for small nets and large); small GPTs
 that train well reach 0.055 in the first steps, those whose warm-up is too short for their peak rate 0.15 to 0.18.
+
+Two more have files of their own: a rate that climbs without a jump (`rate_creep`), and updates that leap although
+rate and gradient are ordinary (`lost_moments`).
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from typing import Any
 
 import msgspec
 
+from fp8watch.detect import lost_moments, rate_creep
 from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.baseline import Baseline
+from fp8watch.detect.lost_moments import Leap, MomentsState
+from fp8watch.detect.rate_creep import Creep, CreepState
 
 JUMP = 2.0
 STEP_RATIO = 3.0
@@ -30,7 +36,7 @@ RATIO_LIMIT = 0.1
 RATIO_STEPS = 3
 """Steps in a row."""
 FORGET_AFTER = 200
-"""Points after which the new level counts as meant."""
+"""Points after which the new level, of rate or update, counts as meant."""
 
 
 class UpdateRmsState(msgspec.Struct):
@@ -44,10 +50,16 @@ class UpdateRmsState(msgspec.Struct):
     jump_step: int | None = None
     jump_points: int = 0
     before: float = 0.0
+    num_large: int = 0
+    """Points in a row with an update of more than `UPDATE_RATIO`x its median."""
     over_ratio: int = 0
     """Steps in a row with too large an update for the parameters' size."""
     updates: Baseline = msgspec.field(default_factory=Baseline)
     """log update RMS of ordinary steps."""
+    has_updates: bool = False
+    """Whether the size of an update was ever observed."""
+    creep: CreepState = msgspec.field(default_factory=CreepState)
+    moments: MomentsState = msgspec.field(default_factory=MomentsState)
 
 
 class UpdateRms:
@@ -62,7 +74,9 @@ class UpdateRms:
     def rolled_back(self, state: UpdateRmsState, step: int) -> UpdateRmsState:
         """The accepted past stays true; the jump is undone."""
         state.updates.cut(step)
-        state.jump_step, state.jump_points, state.over_ratio = None, 0, 0
+        rate_creep.cut(state.creep, step)
+        lost_moments.cut(state.moments, step)
+        state.jump_step, state.jump_points, state.over_ratio, state.num_large = None, 0, 0, 0
         return state
 
     def update(self, state: UpdateRmsState, sample: Sample) -> tuple[UpdateRmsState, list[Symptom]]:
@@ -73,16 +87,24 @@ class UpdateRms:
         moved = moved if moved is not None and math.isfinite(moved) and moved > 0 else None
         ordinary = math.exp(state.updates.centre) if len(state.updates) >= MIN_POINTS else None
         follows = moved is not None and ordinary is not None and moved > UPDATE_RATIO * ordinary
-        jumped = rate is not None and math.isfinite(rate) and self._jumped(state, sample.step, rate)
+        rate = rate if rate is not None and math.isfinite(rate) and rate >= 0 else None
+        jumped = rate is not None and self._jumped(state, sample.step, rate)
+        creep, leap = _slower(state, sample, rate, moved)
         symptoms = []
         if jumped:
             symptoms.append(self._symptom(state, sample, "act" if follows else "warn", rate, moved, ordinary))
         elif self._is_over_ratio(state, sample):
             symptoms.append(self._symptom(state, sample, "act", rate, moved, ordinary))
+        elif leap is not None:
+            symptoms.append(_leapt(sample, leap, moved, ordinary))
+        elif creep is not None and (creep.follows or creep.loss_sigmas > rate_creep.SIGMAS):
+            symptoms.append(_crept(sample, creep, moved))
         elif follows:
             symptoms.append(self._symptom(state, sample, "warn", rate, moved, ordinary))
-        elif moved is not None:
-            state.updates.accept(sample.step, math.log(moved))
+        if moved is not None:
+            state.num_large = state.num_large + 1 if follows else 0
+            if not symptoms or state.num_large > FORGET_AFTER:
+                state.updates.accept(sample.step, math.log(moved))
         return state, symptoms
 
     def _is_over_ratio(self, state: UpdateRmsState, sample: Sample) -> bool:
@@ -139,3 +161,60 @@ class UpdateRms:
             onset_step=max(1, onset),
             evidence=evidence,
         )
+
+
+def _slower(
+    state: UpdateRmsState, sample: Sample, rate: float | None, moved: float | None
+) -> tuple[Creep | None, Leap | None]:
+    """What the two rules of their own files make of a step. Both need updates: logs, which have none, cost nothing."""
+    state.has_updates = state.has_updates or moved is not None
+    if rate is None or not state.has_updates:
+        return None, None
+    loss, norm = sample.scalars.get("loss"), sample.scalars.get("grad_norm")
+    loss = loss if loss is not None and math.isfinite(loss) else None
+    norm = norm if norm is not None and math.isfinite(norm) and norm > 0 else None
+    limit = sample.scalars.get("clip_limit", math.inf)
+    felt = min(norm, limit) if norm is not None and limit > 0 else norm
+    creep = rate_creep.follow(state.creep, sample.step, rate, moved, loss)
+    leap = lost_moments.follow(
+        state.moments, sample.step, rate=rate, moved=moved, ratio=sample.scalars.get("update_ratio"), norm=felt,
+        loss=loss,
+    )  # fmt: skip
+    return creep, leap
+
+
+def _crept(sample: Sample, creep: Creep, moved: float | None) -> Symptom:
+    rate = sample.scalars["learning_rate"]
+    evidence: dict[str, Any] = {
+        "learning_rate": rate,
+        "learning_rate_before": creep.before,
+        "learning_rate_ratio": round(rate / creep.before, 3),
+        "is_creeping": True,
+        "loss_sigmas": round(creep.loss_sigmas, 1) if math.isfinite(creep.loss_sigmas) else None,
+    }
+    if moved is not None:
+        evidence["update_rms"] = moved
+    return Symptom(
+        detector=UpdateRms.name,
+        severity="act" if creep.is_harmful else "warn",
+        step=sample.step,
+        onset_step=creep.onset_step,
+        evidence=evidence,
+    )
+
+
+def _leapt(sample: Sample, leap: Leap, moved: float | None, ordinary: float | None) -> Symptom:
+    evidence: dict[str, Any] = {
+        "update_leap_ratio": round(leap.times, 2),
+        "grad_norm_ratio": round(leap.gradient_times, 2),
+        "is_felt": leap.is_felt,
+    }
+    if moved is not None:
+        evidence |= {"update_rms": moved, "ordinary_update_rms": ordinary}
+    return Symptom(
+        detector=UpdateRms.name,
+        severity="act" if leap.is_felt else "warn",
+        step=sample.step,
+        onset_step=leap.onset_step,
+        evidence=evidence,
+    )

@@ -1,0 +1,123 @@
+"""underflow_drift: the share of elements that the cast turns into zeros grows slowly.
+
+A level rule (`underflow`) holds a share against the median of the newest sampled steps, and that median follows a
+drift: a share that doubles every few hundred sampled steps is never three times its own. Here log2 of the share, from
+`SMALLEST` on, is averaged over blocks of sampled steps on three time scales (`fp8watch.detect.drift`). A warning where
+it rises steadily by `LIMIT_LOG2` (3x, the factor of the level rule) more than the median tensor of its kind does, and
+has come to `WARN_RATIO`. A case to act where more than `ACT_RATIO` are lost and the signal-to-noise ratio has lost
+`ACT_LOSS_DB` over the same window: the limits of the level rule, held against the window's beginning.
+Source: detector default D4 (1 %, 3x), on the time scales of D3's drift; zeroed gradients grew for whole trainings in
+NVFP4 (arXiv 2604.12374).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from fp8watch.detect.amax_drift import MIN_PEERS
+from fp8watch.detect.base import Sample, Symptom
+from fp8watch.detect.drift import SCALES, Trends
+from fp8watch.detect.tensors import Array, Table, carried, high_precision, moved, observed, table_of
+from fp8watch.detect.underflow import ACT_LOSS_DB, ACT_RATIO, TIMES, WARN_RATIO
+
+SMALLEST = 1e-4
+"""Share below which growth says nothing: a few elements of a small tensor."""
+LIMIT_LOG2 = math.log2(TIMES)
+DB_A_BIT = 20.0 * math.log10(2.0)
+"""Decibels of a factor of two in amplitude: signal-to-noise ratios are averaged in these units."""
+
+
+class UnderflowDriftState(msgspec.Struct):
+    """Trends of the shares and of the signal-to-noise ratios, and what each scale's last look found."""
+
+    shares: Trends = msgspec.field(default_factory=Trends)
+    ratios: Trends = msgspec.field(default_factory=Trends)
+    excess: Array = msgspec.field(default_factory=lambda: np.zeros((0, SCALES), dtype=np.float32))
+    """[num_tensors, SCALES] bits above the peers, 0 where a share does not drift."""
+    lost_db: Array = msgspec.field(default_factory=lambda: np.zeros((0, SCALES), dtype=np.float32))
+    """[num_tensors, SCALES] what the signal-to-noise ratio has lost over the window, NaN where that is not known."""
+
+
+class UnderflowDrift:
+    """Slow growth of the underflowed share against the tensor's peers."""
+
+    name = "underflow_drift"
+    of_tensors = True
+
+    def start(self) -> UnderflowDriftState:
+        """Nothing seen."""
+        return UnderflowDriftState()
+
+    def rolled_back(self, state: UnderflowDriftState, step: int) -> UnderflowDriftState:
+        """Blocks after `step` are forgotten."""
+        state.shares.cut(step)
+        state.ratios.cut(step)
+        state.excess[:], state.lost_db[:] = 0, np.nan
+        return state
+
+    def update(self, state: UnderflowDriftState, sample: Sample) -> tuple[UnderflowDriftState, list[Symptom]]:
+        """Look at one sampled step, others pass; verdicts change when a block ends."""
+        lost, quantized = observed(sample, "underflowed"), observed(sample, "quantized")
+        if lost is None or quantized is None:
+            return state, []
+        table = table_of(sample)
+        order = moved(table.names, state.shares.names)
+        if order is not None:
+            state.excess, state.lost_db = carried(state.excess, order, 0), carried(state.lost_db, order, np.nan)
+        state.shares.follow(table.names)
+        state.ratios.follow(table.names)
+        usable = lost[1] & quantized[1] & (quantized[0] > 0) & ~high_precision(sample)
+        share = np.where(usable, lost[0] / np.maximum(quantized[0], 1), 0.0)
+        snr = observed(sample, "snr")
+        known = usable & snr[1] & np.isfinite(snr[0]) if snr is not None else np.zeros(len(usable), dtype=np.bool_)
+        state.ratios.push(np.where(known, 0.0 if snr is None else snr[0], 0.0) / DB_A_BIT, known, sample.step)
+        for i in state.shares.push(np.log2(np.maximum(share, SMALLEST)), usable, sample.step):
+            now = _beyond_peers(state.shares.rise(i), table)
+            state.excess[:, i] = state.shares.kept(i, state.excess[:, i], now)
+            state.lost_db[:, i] = -state.ratios.change(i) * DB_A_BIT
+        drifting = (state.excess > 0) & usable[:, None] & (share >= WARN_RATIO)[:, None]
+        if not drifting.any():
+            return state, []
+        with np.errstate(invalid="ignore"):
+            hurt = drifting & (share > ACT_RATIO)[:, None] & (state.lost_db > ACT_LOSS_DB)
+        return state, [_symptom(state, sample, hurt if hurt.any() else drifting, share, is_act=bool(hurt.any()))]
+
+
+def _symptom(state: UnderflowDriftState, sample: Sample, hit: Array, share: Array, *, is_act: bool) -> Symptom:
+    most = np.where(hit, state.excess, 0.0)
+    rows = np.flatnonzero(hit.any(axis=1))
+    rows = rows[np.argsort(-share[rows], kind="stable")]
+    worst = int(rows[0])
+    i = int(most[worst].argmax())
+    first, length = state.shares.window(i)
+    lost = float(state.lost_db[worst, i])
+    return Symptom(
+        detector=UnderflowDrift.name,
+        severity="act" if is_act else "warn",
+        step=sample.step,
+        onset_step=first,
+        tensors=tuple(int(row) for row in rows),
+        evidence={
+            "rise_log2": round(float(state.excess[worst, i]), 3),
+            "window_steps": [first, sample.step],
+            "window_points": length,
+            "underflowed_ratio": float(share[worst]),
+            "snr_loss_db": round(lost, 1) if math.isfinite(lost) else None,
+            "kind": sample.tensors[worst].tensor,
+            "num_tensors": len(rows),
+        },
+    )
+
+
+def _beyond_peers(rise: Array, table: Table) -> Array:
+    """[num_tensors] rise above the median of the kind where that is beyond the limit, else 0. A tensor with few peers
+    is held against nothing: unlike an amax, a share of zeros has no reason to grow."""
+    excess = rise.copy()
+    for kind in np.unique(table.kinds[rise > 0]):
+        peers = table.kinds == kind
+        beyond = rise[peers] - (np.median(rise[peers]) if int(peers.sum()) >= MIN_PEERS else 0.0)
+        excess[peers] = np.where(beyond >= LIMIT_LOG2, beyond, 0.0)
+    return excess

@@ -1,0 +1,22 @@
+"""The words that records, policies, metrics and dashboards share: severities, causes, actions, detectors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Severity = Literal["warn", "act"]
+Cause = Literal["precision", "optimisation", "data", "hardware", "bookkeeping", "unknown"]
+Mode = Literal["observe", "approve", "auto"]
+Verb = Literal["apply", "revert"]
+Outcome = Literal["helped", "no_effect", "reverted", "pending"]
+CheckpointLabel = Literal["pending", "candidate", "good", "tainted"]
+
+ACTIONS = (
+    "lengthen_warmup", "rewarm", "hold_lr", "tighten_clip", "skip_update", "adjust_loss_scale", "raise_margin",
+    "repair_scale", "bf16_layers", "bf16_all", "checkpoint_now", "checkpoint_cadence", "recheck", "rollback", "halt",
+)  # fmt: skip
+DETECTORS = (
+    "nonfinite", "scale_frozen", "saturation", "underflow", "amax_jump", "amax_drift", "crest", "loss_spike",
+    "grad_spike", "divergence", "stuck", "update_rms", "attention_logit", "kurtosis", "zero_grad", "rank_mismatch",
+    "shadow_error", "clip_rate", "no_progress", "blind", "underflow_drift", "grad_drift", "reference_gap",
+)  # fmt: skip
