@@ -1,32 +1,45 @@
 """What watching costs the training thread a step, and how many torch calls it makes: no GPU needed.
 
-    python bench/step_cost.py [--layers 16] [--rounds 9] [--profile]
+    python bench/step_cost.py [--layers 24 84] [--rounds 9] [--profile] [--out bench/results/step_cost.json]
 
 A double of Transformer Engine's delayed scaling (modules with its state, its update called once a direction) trains a
-model of the launch-bound shape's layers and names, tiny in every other way. Measured are the CPU time of the training
-thread inside fp8watch (`time.thread_time_ns`; the tap of the backward, which runs on autograd's thread in a real run,
-included), and the calls into ATen that a watched step makes and a bare one does not: each launches one kernel or copy
-on a GPU, or a few, and costs 4 to 10 us of host time there.
+model with a TransformerLayer's modules and names, tiny in every other way; 84 layers are 1,680 tensors. Measured are:
+
+- the CPU time of the training thread inside fp8watch (`time.thread_time_ns`) in that loop, whose clipping and optimizer
+  put everything else out of the caches, as a real step does; the tap of the backward, which runs on autograd's thread
+  in a real run, included;
+- the same with fp8watch's calls alone, over and over: what its code costs when nothing is in its way;
+- calls into ATen that a watched step makes and a bare one does not: each launches one kernel or copy on a GPU, or a
+  few, and costs 4 to 10 us of host time there;
+- what counting one cast costs its thread on a sampled step, the kernel's launch not included.
+
+Clock frequency, neighbours and caches move the first figure by half; compare runs of one machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
+import logging
 import os
 import pstats
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from capture_cost import measure_cpu
+from result_head import head
 from torch.utils._python_dispatch import TorchDispatchMode
 
 UPDATE = "fused_amax_and_scale_update_after_reduction"
+MOST_CPU_US = 400.0
+ALONE_STEPS, CASTS = 1000, 192
 KINDS = {"qkv": 1, "proj": 1, "mlp": 2}
 """Modules with FP8 state in a TransformerLayer, and their GEMMs."""
 
@@ -119,36 +132,131 @@ def count(training: Training, watch: Any | None) -> list[str]:
     return [name for name in mode.names if name.split(".")[1] not in VIEWS]
 
 
+def measure_alone(training: Training, watch: Any) -> float:
+    """Microseconds a step of nothing but what a loop calls, the median."""
+    from fp8watch.actions import clip_control
+
+    amaxes = {key: torch.rand(sum(scale.numel() for scale in scales)) for key, scales in training.scales.items()}
+    parameters, loss, norm = list(training.model.parameters()), torch.rand(()), torch.rand((), dtype=torch.bfloat16)
+    recorder, update = watch._recorder, getattr(training.library, UPDATE)
+    clip, clip_control.torch_clip_grad_norm_ = clip_control.torch_clip_grad_norm_, lambda *_: norm
+    spent = []
+    try:
+        for _ in range(ALONE_STEPS):
+            started = time.thread_time_ns()
+            for key, scales in training.scales.items():
+                update(amaxes[key], None, scales)
+            watch.clip_grad_norm_(parameters, 1.0)
+            recorder.before_update(has_closure=False)
+            recorder.enter_update()
+            recorder.leave_update()
+            recorder.after_update(has_closure=False)
+            watch.step(loss)
+            spent.append((time.thread_time_ns() - started) / 1e3)
+    finally:
+        clip_control.torch_clip_grad_norm_ = clip
+    return statistics.median(spent[ALONE_STEPS // 10 :])
+
+
+class _Kernel:
+    """In the place of the kernel that counts a cast: its launch is not ours to measure here."""
+
+    PROGRAMS = 1
+
+    @staticmethod
+    def fits(*_: Any) -> bool:
+        return True
+
+    @staticmethod
+    def add(*_: Any, **__: Any) -> None: ...
+
+
+def measure_casts() -> float:
+    """Microseconds a cast on a sampled step, as inside a function of autograd's; the median over steps."""
+    from fp8watch.capture.cost_meter import CostMeter
+    from fp8watch.capture.te_statistics import TeStatistics
+
+    source = torch.randn(8, 8)
+    made = SimpleNamespace(
+        _data=torch.zeros(8, 8, dtype=torch.uint8), _scale_inv=torch.ones(1), _fp8_dtype="kFloat8E4M3"
+    )  # fmt: skip
+    extension = SimpleNamespace(quantize=lambda tensor, quantizer: made)
+    model = torch.nn.ModuleList(LayerNormMLP(1) for _ in range(CASTS // 3))
+    quantizers = [SimpleNamespace(scale=one) for module in model for one in module.fp8_meta["scaling_fwd"].scale]
+    counting = TeStatistics(model, extension=extension)
+    counting._kernel = _Kernel
+    kinds: Any = ("statistics", "what_if", "shadow")
+    counting.meters = {kind: CostMeter(torch.device("cpu")) for kind in kinds}
+    spent = []
+    with torch.no_grad():
+        for _ in range(60):
+            counting.begin(is_sampled=True)
+            started = time.thread_time_ns()
+            for quantizer in quantizers:
+                extension.quantize(source, quantizer)
+            spent.append((time.thread_time_ns() - started) / 1e3 / len(quantizers))
+            assert all(counting._sizes[: len(quantizers)])  # every one was counted
+            counting.add_to(None, [])
+            for meter in counting.meters.values():
+                meter.close_step()
+                list(meter.take())
+    counting.detach()
+    return statistics.median(spent[5:])
+
+
+def measure(layers: int, rounds: int, *, is_profiled: bool) -> dict[str, Any]:
+    """The row of one shape."""
+    training = Training(layers)
+    training.step(None)
+    bare = count(training, None)
+    watch = attach(training, f"calls-{layers}")
+    for _ in range(5):
+        training.step(watch)
+    watched = count(training, watch)
+    if is_profiled:
+        profile(training, watch)
+    num_tensors = len(watch._recorder.layout.columns)
+    alone = measure_alone(training, watch)
+    watch.detach()
+    runs = [measure_cpu(training, attach(training, f"{layers}-{i}"), lambda: None)["cpu_us"] for i in range(rounds)]
+    extra = {name: n for name in sorted(set(watched)) if (n := watched.count(name) - bare.count(name))}
+    return {
+        "name": "training thread", "shape": f"{layers} layers, {num_tensors} tensors",
+        "cpu_us": statistics.median(runs), "least_us": min(runs), "alone_us": alone, "torch_calls": extra,
+        "bar": MOST_CPU_US, "pass": statistics.median(runs) <= MOST_CPU_US, "raw": {"cpu_us": runs},
+    }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, nargs="+", default=[24, 84])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--out", type=Path, help="write the result there")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     os.environ |= {
         "FP8WATCH_DIR": str(folder), "FP8WATCH_AGENT": f"unix://{folder}/nobody.sock", "FP8WATCH_REPORT": "0",
         "FP8WATCH_STATISTICS_EVERY": "1000000", "FP8WATCH_SHADOW_EVERY": "0", "FP8WATCH_WHAT_IF_EVERY": "0",
+        "FP8WATCH_QUEUE_FRAMES": "16",  # soon full, as memory is in the long run: every frame takes an old one's place
     }  # fmt: skip
-    training = Training(chosen.layers)
-    training.step(None)
-    bare = count(training, None)
-    watch = attach(training, "calls")
-    for _ in range(5):
-        training.step(watch)
-    watched = count(training, watch)
-    if chosen.profile:
-        profile(training, watch)
-    watch.detach()
-    rounds = [measure_cpu(training, attach(training, f"r{i}"), lambda: None)["cpu_us"] for i in range(chosen.rounds)]
-    extra = {name: n for name in sorted(set(watched)) if (n := watched.count(name) - bare.count(name))}
-    print(", ".join(f"{name.removeprefix('aten.')} {n}" for name, n in extra.items()))
-    num_modules = len(training.scales["scaling_fwd"])
-    print(
-        f"{num_modules} modules: {statistics.median(rounds):.0f} us of the training thread's CPU a step"
-        f" (least of {len(rounds)} rounds {min(rounds):.0f}), {len(watched) - len(bare)} torch calls"
-    )
+    logging.disable(logging.WARNING)  # nobody takes the frames, and says so
+    rows = []
+    for layers in chosen.layers:
+        row = measure(layers, chosen.rounds, is_profiled=chosen.profile)
+        rows.append(row)
+        calls = ", ".join(f"{name.removeprefix('aten.')} {n}" for name, n in row["torch_calls"].items())
+        print(
+            f"{row['shape']}: {row['cpu_us']:.0f} us of the training thread's CPU a step (least of {chosen.rounds}"
+            f" rounds {row['least_us']:.0f}; alone {row['alone_us']:.0f}), torch calls: {calls}"
+        )
+    cast_us = measure_casts()
+    rows.append({"name": "a counted cast, without its kernel", "shape": f"{CASTS} casts", "cpu_us": cast_us})
+    print(f"a counted cast: {cast_us:.1f} us without its kernel")
+    if chosen.out is not None:
+        result = head(torch=torch.__version__) | {"rows": rows}
+        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,22 +14,31 @@ from fp8watch.records import Column
 _DTYPES: dict[str, np.dtype[Any]] = {"f4": np.dtype("<f4"), "u8": np.dtype("<u8"), "u1": np.dtype("u1")}
 
 
-def pack(
-    values: npt.NDArray[Any], dtype: str, valid: npt.NDArray[np.bool_] | None = None, *, bitmap: bytes | None = None
-) -> Column:
-    """Pack a 1-D array as `dtype` (f4, u8, u1); `valid` (bool, same length) marks what was observed.
+def pack(values: npt.NDArray[Any], dtype: str, valid: npt.NDArray[np.bool_] | None = None) -> Column:
+    """Pack a 1-D array as `dtype` (f4, u8, u1); `valid` (bool, same length) marks what was observed."""
+    return pack_raw(values.tobytes(), values.dtype, dtype, None if valid is None else validity_bitmap(valid))
 
-    `bitmap` is what `validity_bitmap` made of a validity that several columns share.
+
+def pack_raw(data: bytes, made_of: np.dtype[Any], dtype: str, bitmap: bytes | None) -> Column:
+    """`pack` of an array that is at hand as its bytes, which are taken as they are where their dtype is the column's.
+
+    `bitmap` is what `validity_bitmap` made of a validity, which several columns may share; None: all was observed.
     """
-    data = np.ascontiguousarray(values, dtype=_DTYPES[dtype]).tobytes()
-    if valid is not None:
-        bitmap = validity_bitmap(valid)
+    wanted = _DTYPES[dtype]
+    if made_of != wanted:
+        data = np.frombuffer(data, made_of).astype(wanted).tobytes()
     return Column(dtype=dtype, data=data, valid=bitmap)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=64)
+def _all_set(count: int) -> bytes:
+    return np.packbits(np.ones(count, np.bool_), bitorder="little").tobytes()
 
 
 def validity_bitmap(valid: npt.NDArray[np.bool_]) -> bytes | None:
     """`Column.valid` of these flags; None where all are set."""
-    return None if valid.all() else np.packbits(valid, bitorder="little").tobytes()
+    found: bytes = np.packbits(valid, bitorder="little").tobytes()
+    return None if found == _all_set(len(valid)) else found
 
 
 def unpack(column: Column) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:

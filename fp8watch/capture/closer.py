@@ -114,7 +114,8 @@ class CloserLook:
         self._states = OptimizerStates(optimizer)
         self._is_sampled = False
         self._said_what_if = False
-        self._told: dict[str, float] = {}
+        self._told = -1
+        """Changes of the intervals when they were told last."""
         self._is_telling = True
         self._num_told = 0
 
@@ -152,36 +153,39 @@ class CloserLook:
     ) -> tuple[Reading | None, dict[str, float | torch.Tensor]]:
         """At the boundary: the reading with the probe's column, and scalars of the sample."""
         scalars: dict[str, float | torch.Tensor] = {}
-        is_armed = self.probe.is_armed
-        probed = self.probe.take()
-        if is_armed:
-            self._misses = 0 if probed is not None else self._misses + 1
-        if probed is not None and reading is not None:
-            reading = self._with_probe(reading, columns(), *probed)
-        elif is_armed and probed is None:
-            name, why = next(reversed(self.probe.missed.items()))
-            self._not_observed(SHADOW_ERROR, f"{name}: {why}")
+        if self.probe.is_armed:
+            reading = self._take_probe(reading, columns)
         if self._is_sampled:
-            with self._meters["statistics"].piece():
+            with self._meters["statistics"].piece(is_alone=True):
                 scalars |= self._states.read()
             if self._states.not_observable is not None:
                 self._not_observed("optimizer states", self._states.not_observable)
         self._account(step_seconds)
-        now = {f"{kind}_every": float(self.governor.every(kind)) for kind in self._meters}
-        if self._is_telling or now != self._told:
+        if self._is_telling or self.governor.num_changes != self._told:
+            self._told = self.governor.num_changes
             scalars["fp8_parameter_share"] = self._share_now()
             self._num_told += 1
             share = self.governor.share()
-            scalars |= now | ({} if share is None else {"sampling_ratio": share})
-            self._told = now
+            scalars |= {f"{kind}_every": float(self.governor.every(kind)) for kind in self._meters}
+            if share is not None:
+                scalars["sampling_ratio"] = share
         return reading, scalars
+
+    def _take_probe(self, reading: Reading | None, columns: Callable[[], Sequence[TensorColumn]]) -> Reading | None:
+        probed = self.probe.take()
+        self._misses = 0 if probed is not None else self._misses + 1
+        if probed is not None:
+            return reading if reading is None else self._with_probe(reading, columns(), *probed)
+        name, why = next(reversed(self.probe.missed.items()))
+        self._not_observed(SHADOW_ERROR, f"{name}: {why}")
+        return reading
 
     def _with_probe(self, reading: Reading, columns: Sequence[TensorColumn], name: str, error: torch.Tensor) -> Reading:
         row = next((i for i, c in enumerate(columns) if c.module == name and c.tensor == PROBED_TENSOR), None)
-        num = next(iter(reading.values.values())).shape[0]
+        first = next(iter(reading.values.values()))
+        num, device = first.shape[0], first.device
         if row is None or row >= num:
             return reading
-        device = next(iter(reading.values.values())).device
         values = torch.zeros(num, device=device)
         values[row].copy_(error, non_blocking=True)
         valid = torch.zeros(num, dtype=torch.bool, device=device)
@@ -189,13 +193,15 @@ class CloserLook:
         # 0 / 0, and a NaN that came in with the data, say nothing about the cast.
         valid &= torch.isfinite(values)
         return replace(
-            reading, values=reading.values | {SHADOW_ERROR: values}, valid=reading.valid | {SHADOW_ERROR: valid}
+            reading, values={**reading.values, SHADOW_ERROR: values}, valid=reading.valid | {SHADOW_ERROR: valid}
         )
 
     def _account(self, step_seconds: float | None) -> None:
         if step_seconds is not None:
             self.governor.step_took(step_seconds)
         for kind, meter in self._meters.items():
+            if meter.is_idle:
+                continue
             meter.close_step()
             for seconds in meter.take():
                 self.governor.cost(kind, seconds)

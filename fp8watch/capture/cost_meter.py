@@ -3,6 +3,9 @@
 Used on sampled steps only, around each piece of sampling work, on whatever thread that runs (autograd's for a
 backward cast). Events are asked on a later step and never waited for. GPU time counts what the device could not do for
 others meanwhile, waiting for our launches included; so the larger of the two is what a step can have lost.
+
+Taking the time costs as much as a small piece of work. So the first pieces of a step are timed and some of those that
+follow, and the rest is taken to cost as much as the mean of them.
 """
 
 from __future__ import annotations
@@ -11,15 +14,38 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fp8watch.capture.ring import is_capturing
 
-MOST_PAIRS = 128
-"""Event pairs a step: what is beyond is taken to cost as much as the mean of those (1,680 tensors would need 3,360)."""
+TIMED_FIRST, THEN_EVERY = 16, 8
+"""Pieces of a step that are timed: of 192 casts 38, of 1,680 tensors 224."""
+
+
+Pair = tuple[Any, Any]
+"""Events before and behind a piece's kernels."""
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Of timed pieces, whose number is that of `counted` or less."""
+
+    counted: int = 0
+    timed: int = 0
+    cpu_seconds: float = 0.0
+    pairs: list[Pair] = field(default_factory=list)
+
+    def seconds(self) -> float:
+        """Of all that were counted; the events have passed."""
+        if not self.timed:
+            return 0.0
+        cpu = self.cpu_seconds / self.timed
+        gpu: float = sum(start.elapsed_time(end) for start, end in self.pairs) / 1000 / max(len(self.pairs), 1)
+        return max(cpu, gpu) * self.counted
 
 
 class CostMeter:
@@ -28,35 +54,36 @@ class CostMeter:
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
         self._lock = threading.Lock()
-        self._cpu_seconds = 0.0
-        self._pieces = 0
-        self._pairs: list[tuple[Any, Any]] = []
-        self._free: list[tuple[Any, Any]] = []
-        self._waiting: deque[tuple[float, int, list[tuple[Any, Any]]]] = deque()
+        self._free: list[Pair] = []
+        self._now = (_Spent(), _Spent())
+        """Pieces that are like each other, and those that stand for themselves."""
+        self._waiting: deque[tuple[_Spent, _Spent]] = deque()
 
-    @contextmanager
-    def piece(self) -> Iterator[None]:
-        """Around one piece of work."""
-        pair = self._pair() if self._is_gpu and not is_capturing() else None
-        started = time.thread_time()
-        if pair is not None:
-            pair[0].record()
-        try:
-            yield
-        finally:
-            if pair is not None:
-                pair[1].record()
-            seconds = time.thread_time() - started
-            with self._lock:
-                self._cpu_seconds += seconds
-                self._pieces += 1
-                if pair is not None:
-                    self._pairs.append(pair)
-
-    def _pair(self) -> tuple[Any, Any] | None:
+    def piece(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
+        """Around one piece of work. `is_alone`: it is unlike the others, and always timed."""
+        spent = self._now[is_alone]
         with self._lock:
-            if len(self._pairs) >= MOST_PAIRS:
-                return None
+            number = spent.counted
+            spent.counted += 1
+        if number >= TIMED_FIRST and number % THEN_EVERY and not is_alone:
+            return _UNTIMED
+        return _Timed(self, spent, self._pair() if self._is_gpu and not is_capturing() else None)
+
+    def add(self, spent: _Spent, cpu_seconds: float, pair: Pair | None) -> None:
+        """A piece was timed."""
+        with self._lock:
+            spent.cpu_seconds += cpu_seconds
+            spent.timed += 1
+            if pair is not None:
+                spent.pairs.append(pair)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing was measured in this step, and nothing is waited for."""
+        return not (self._waiting or self._now[0].counted or self._now[1].counted)
+
+    def _pair(self) -> Pair:
+        with self._lock:
             if self._free:
                 return self._free.pop()
         return (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
@@ -64,19 +91,40 @@ class CostMeter:
     def close_step(self) -> None:
         """The step is over: its sum becomes known once its events have passed."""
         with self._lock:
-            if self._pieces:
-                self._waiting.append((self._cpu_seconds, self._pieces, self._pairs))
-            self._cpu_seconds, self._pieces, self._pairs = 0.0, 0, []
+            if self._now[0].timed or self._now[1].timed:
+                self._waiting.append(self._now)
+            self._now = (_Spent(), _Spent())
 
     def take(self) -> Iterator[float]:
         """Seconds that each finished step's samples have cost, oldest first; never waits."""
         while self._waiting:
-            cpu_seconds, pieces, pairs = self._waiting[0]
+            step = self._waiting[0]
+            pairs = [pair for spent in step for pair in spent.pairs]
             if pairs and (is_capturing() or not all(end.query() for _, end in pairs)):
                 return
             self._waiting.popleft()
-            gpu_seconds = 0.0
-            if pairs:
-                gpu_seconds = sum(start.elapsed_time(end) for start, end in pairs) / 1000 * pieces / len(pairs)
-                self._free += pairs
-            yield max(cpu_seconds, gpu_seconds)
+            seconds = sum(spent.seconds() for spent in step)
+            self._free += pairs
+            yield seconds
+
+
+_UNTIMED = nullcontext()
+
+
+class _Timed:
+    """One timed piece."""
+
+    __slots__ = ("_meter", "_pair", "_spent", "_started")
+
+    def __init__(self, meter: CostMeter, spent: _Spent, pair: Pair | None) -> None:
+        self._meter, self._spent, self._pair = meter, spent, pair
+
+    def __enter__(self) -> None:
+        self._started = time.thread_time()
+        if self._pair is not None:
+            self._pair[0].record()
+
+    def __exit__(self, *_: object) -> None:
+        if self._pair is not None:
+            self._pair[1].record()
+        self._meter.add(self._spent, time.thread_time() - self._started, self._pair)

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fp8watch import columns, what_if
-from fp8watch.capture.source import Reading
+from fp8watch.capture.arrived import Arrived
+from fp8watch.capture.ring import Given
+from fp8watch.capture.source import Pieces, Reading
 from fp8watch.capture.update_size import UpdateSums, update_scalars
 from fp8watch.records import Column, Layout, StepFrame, TensorColumn
 
 COLUMN_DTYPES = {
     "amax": "f4", "amax_last": "f4", "amax_local": "f4", "scale": "f4", "mse": "f4", "snr": "f4",
     "high_precision": "u1", "quantized": "u8", "saturated": "u8", "underflowed": "u8", "nonfinite": "u8",
-    "shadow_error": "f4",
+    "shadow_error": "f4", "blocks": "u8", "clipped_blocks": "u8", "scale_spread": "f4",
     **what_if.COLUMNS,
 }  # fmt: skip
 """Type of each per-tensor column on the wire; see `fp8watch.records.StepFrame`."""
 
 _SCALAR, _COLUMN, _VALID = "s:", "c:", "v:"
+"""Two characters each, in front of a name."""
+_HIGH_PRECISION = _COLUMN + "high_precision"
 _UPDATE = [f"update {i}" for i in range(5)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepNote:
+class StepNote(msgspec.Struct, frozen=True, kw_only=True):
     """What is known on the host when a step's copy starts, and travels beside it."""
 
     step: int
     attempt: int
     layout: Layout
     time_unix: float
-    scalars: dict[str, float] = field(default_factory=dict)
+    scalars: dict[str, float] = {}
     zero_is_unseen: bool = False
     """Of the source's `Reading`."""
     num_update_elements: int = 0
@@ -46,38 +47,37 @@ class StepNote:
 
 def device_values(
     scalars: dict[str, torch.Tensor], reading: Reading | None, update: UpdateSums | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Given]:
     """All tensors of a step under the names by which `build_frame` finds them again."""
-    values = {_SCALAR + name: tensor for name, tensor in scalars.items()}
+    values: dict[str, Given] = {_SCALAR + name: tensor for name, tensor in scalars.items()}
     if update is not None:
         values.update(zip(_UPDATE, update.values, strict=True))
     if reading is not None:
-        values.update({_COLUMN + name: tensor for name, tensor in reading.values.items() if name in COLUMN_DTYPES})
+        held: Mapping[str, Given] = reading.values.parts if isinstance(reading.values, Pieces) else reading.values
+        values.update({_COLUMN + name: given for name, given in held.items() if name in COLUMN_DTYPES})
         values.update({_VALID + name: tensor for name, tensor in reading.valid.items()})
     return values
 
 
-def build_frame(run: str, rank: int, note: StepNote, values: dict[str, npt.NDArray[Any]]) -> StepFrame:
+def build_frame(run: str, rank: int, note: StepNote, values: Arrived) -> StepFrame:
     """The frame of a step whose numbers have arrived."""
     scalars = dict(note.scalars)
     packed: dict[str, Column] = {}
     if _UPDATE[0] in values:
-        scalars.update(update_scalars([float(values[name]) for name in _UPDATE], note.num_update_elements))
+        scalars.update(update_scalars([values.number(name) for name in _UPDATE], note.num_update_elements))
     shared: bytes | None = None
     if note.zero_is_unseen and _COLUMN + "amax" in values:
         shared = columns.validity_bitmap(values[_COLUMN + "amax"] != 0)
-    for name, array in values.items():
-        if name.startswith(_SCALAR):
-            scalars[name[len(_SCALAR) :]] = float(array)
-        elif name.startswith(_COLUMN):
-            column = name[len(_COLUMN) :]
-            valid = values.get(_VALID + column)
-            packed[column] = columns.pack(
-                array, COLUMN_DTYPES[column], None if valid is None else valid.astype(np.bool_), bitmap=shared
-            )  # fmt: skip
-    high_precision = values.get(_COLUMN + "high_precision")
-    if high_precision is not None and len(high_precision) == len(note.layout.columns):
-        in_bf16 = {c.module for c, flag in zip(note.layout.columns, high_precision, strict=True) if flag}
+    for name in values:
+        kind, key = name[:2], name[2:]
+        if kind == _SCALAR:
+            scalars[key] = values.number(name)
+        elif kind == _COLUMN:
+            valid = _VALID + key
+            bitmap = columns.validity_bitmap(values[valid].astype(np.bool_)) if valid in values else shared
+            packed[key] = columns.pack_raw(values.raw(name), values.segments[name].dtype, COLUMN_DTYPES[key], bitmap)
+    if _HIGH_PRECISION in values and len(flags := values[_HIGH_PRECISION]) == len(note.layout.columns):
+        in_bf16 = {c.module for c, flag in zip(note.layout.columns, flags, strict=True) if flag}
         scalars["bf16_modules"] = float(len(in_bf16))
     return StepFrame(
         run=run, rank=rank, attempt=note.attempt, step=note.step, layout_id=note.layout.layout_id,
@@ -89,7 +89,9 @@ def build_frame(run: str, rank: int, note: StepNote, values: dict[str, npt.NDArr
 class LayoutBook:
     """Keeps the layout in force and makes a new one when columns, recipe, attempt or what is unseen changes."""
 
-    def __init__(self, run: str, rank: int) -> None:
+    def __init__(self, run: str, rank: int, aliases: dict[str, list[str]] | None = None) -> None:
+        """`aliases`: see `fp8watch.records.Layout`."""
+        self._aliases = aliases or {}
         self._run = run
         self._rank = rank
         self._columns: Sequence[TensorColumn] = ()
@@ -114,4 +116,5 @@ class LayoutBook:
         return Layout(
             run=self._run, attempt=attempt, rank=self._rank, layout_id=layout_id, columns=list(self._columns),
             expected_modules=observed + num_unobserved, observed_modules=observed, not_observable=self._unseen,
+            aliases=self._aliases,
         )  # fmt: skip

@@ -59,6 +59,8 @@ class Governor:
         self.budget = budget
         self._say = say
         self._step_seconds: float | None = None
+        self.num_changes = 0
+        """How often intervals were changed."""
 
     def due(self, kind: Kind, step: int) -> bool:
         """Whether this step (the first is 1) is a sample of the kind."""
@@ -143,6 +145,7 @@ class Governor:
                 return
 
     def _tell(self, what: str, share: float) -> None:
+        self.num_changes += 1
         intervals = ", ".join(f"{kind} every {known.every}" for kind, known in self._kinds.items() if known.every)
         limit = f" (budget {self.budget:.2%})" if self.budget is not None else ""
         self._say(f"sampling {what}: it took {share:.2%} of the step time{limit}; now in steps: {intervals}")

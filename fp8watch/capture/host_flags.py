@@ -15,7 +15,7 @@ class HostFlags:
         self._event: Any = None
 
     def offer(self, flags: torch.Tensor) -> None:
-        """bool [n], on any device."""
+        """bool [n], or [rows, n], on any device."""
         if self._host is not None:
             return
         if flags.device.type != "cuda":
@@ -26,10 +26,10 @@ class HostFlags:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
-    def take(self) -> list[bool] | None:
-        """The newest that have arrived, once; None: none yet."""
+    def take(self) -> list[Any] | None:
+        """The newest that have arrived, once, as (nested) lists of bool; None: none yet."""
         if self._host is None or (self._event is not None and not self._event.query()):
             return None
-        flags: list[bool] = self._host.tolist()
+        flags: list[Any] = self._host.tolist()
         self._host = self._event = None
         return flags

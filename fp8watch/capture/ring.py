@@ -1,6 +1,7 @@
 """Numbers leave the device here: one asynchronous copy a step into a ring allocated once, looked at on a later step.
 
-A step's tensors are packed into one buffer on their device, by one concatenation for each dtype, copied to host memory
+A step's tensors are packed into one buffer on their device, by one concatenation for each dtype (and a copy for each
+tensor of a dtype that the host has not, such as a BF16 loss), copied to host memory
 (pinned, for an accelerator) without waiting, and an event marks the end of the copy. `poll` asks the events and hands
 out what has arrived, in order; it never waits unless told to. A full ring drops the step and counts it: training is
 never held up. On a CPU the copy is complete at once. Called on the training thread only.
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
+
+from fp8watch.capture.arrived import Arrived, Segment
 
 N = TypeVar("N")
 
@@ -36,16 +38,8 @@ _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.bool: np.dtype("?"),
 }
 
-Values = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    name: str
-    dtype: np.dtype[Any]
-    start: int
-    nbytes: int
-    is_scalar: bool
+Given = torch.Tensor | list[torch.Tensor]
+"""A tensor, or 1-D tensors of one device and dtype that lie one after the other when they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,18 @@ class _Group:
     nbytes: int
 
 
-_Shape = tuple[str, torch.dtype, int, bool]
+@dataclass(frozen=True, slots=True)
+class _Odd:
+    """A tensor that becomes another dtype on its way."""
+
+    index: int
+    start: int
+    count: int
+
+
+_Shape = tuple[str, torch.dtype, int, bool, bool]
+"""Name, dtype on arrival, elements, whether it is 0-D, whether it has another dtype now."""
+_ODD = torch.float32
 
 
 class _Plan:
@@ -66,21 +71,36 @@ class _Plan:
 
     def __init__(self, shapes: tuple[_Shape, ...]) -> None:
         by_dtype: dict[torch.dtype, list[int]] = {}
-        for i, (_, dtype, _, _) in enumerate(shapes):
-            by_dtype.setdefault(dtype, []).append(i)
-        segments: dict[int, _Segment] = {}
+        for i, (_, dtype, _, _, is_odd) in enumerate(shapes):
+            if not is_odd:
+                by_dtype.setdefault(dtype, []).append(i)
+        self.segments: dict[str, Segment] = {}
         self.groups: list[_Group] = []
+        self.odd: list[_Odd] = []
         end = 0
         for dtype, indices in by_dtype.items():
             start = end
             for i in indices:
-                name, _, count, is_scalar = shapes[i]
-                segments[i] = _Segment(name, _DTYPES[dtype], end, count * dtype.itemsize, is_scalar)
-                end += count * dtype.itemsize
+                end = self._place(shapes[i], end)
             self.groups.append(_Group(indices, dtype, start, end - start))
             end = _aligned(end)
-        self.segments = [segments[i] for i in range(len(shapes))]
-        self.nbytes = end
+        for i, shape in enumerate(shapes):
+            if shape[4]:
+                self.odd.append(_Odd(i, end, shape[2]))
+                end = self._place(shape, end)
+        self.nbytes = _aligned(end)
+
+    def _place(self, shape: _Shape, start: int) -> int:
+        """Where the next one begins. Parts of one tensor follow each other."""
+        name, dtype, count, is_scalar, _ = shape
+        before = self.segments.get(name)
+        first, held = (start, 0) if before is None else (before.start, before.count)
+        self.segments[name] = Segment(_DTYPES[dtype], first, held + count, is_scalar)
+        return start + count * dtype.itemsize
+
+
+_Views = tuple[list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
+"""The place of each group and of each odd tensor, and on an accelerator what is transferred, from and to."""
 
 
 class _Lane:
@@ -95,7 +115,7 @@ class _Lane:
         self.memory = [buffer.numpy() for buffer in self.host]
         self.staging = torch.zeros(slot_bytes, dtype=torch.uint8, device=device) if self.is_accelerator else None
         self.events = [torch.Event(device) for _ in range(slots)] if self.is_accelerator else []
-        self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._targets: dict[tuple[int, int], _Views] = {}
         self._plans: dict[tuple[_Shape, ...], _Plan] = {}
 
     def plan(self, shapes: tuple[_Shape, ...]) -> _Plan:
@@ -110,27 +130,30 @@ class _Lane:
 
     def copy(self, plan: _Plan, tensors: list[torch.Tensor], slot: int) -> Any:
         """Start the copy: a concatenation for each dtype and one transfer. The event of its end; None: it has ended."""
-        for group, target in zip(plan.groups, self._views(plan, slot), strict=False):
+        groups, odd, transfer = self._views(plan, slot)
+        for group, target in zip(plan.groups, groups, strict=True):
             if group.nbytes:
-                torch.cat([_flat(tensors[i]) for i in group.indices], out=target)
-        if self.staging is None:
+                torch.cat([tensors[i] for i in group.indices], out=target)
+        for one, target in zip(plan.odd, odd, strict=True):
+            target.copy_(tensors[one.index])
+        if transfer is None:
             return None
-        *_, device, host = self._views(plan, slot)
+        device, host = transfer
         host.copy_(device, non_blocking=True)
         event = self.events[slot]
         event.record()
         return event
 
-    def _views(self, plan: _Plan, slot: int) -> list[torch.Tensor]:
-        """Each group's place, and on an accelerator what is transferred, from and to."""
+    def _views(self, plan: _Plan, slot: int) -> _Views:
         key = (id(plan), slot)
         views = self._targets.get(key)
         if views is None:
-            target = self.host[slot] if self.staging is None else self.staging
-            views = [target[g.start : g.start + g.nbytes].view(g.dtype) for g in plan.groups]
-            if self.staging is not None:
-                views += [self.staging[: plan.nbytes], self.host[slot][: plan.nbytes]]
-            self._targets[key] = views
+            memory = self.host[slot] if self.staging is None else self.staging
+            views = self._targets[key] = (
+                [memory[g.start : g.start + g.nbytes].view(g.dtype) for g in plan.groups],
+                [memory[o.start : o.start + o.count * _ODD.itemsize].view(_ODD) for o in plan.odd],
+                None if self.staging is None else (self.staging[: plan.nbytes], self.host[slot][: plan.nbytes]),
+            )
         return views
 
 
@@ -159,7 +182,7 @@ class Ring(Generic[N]):
     def __len__(self) -> int:
         return len(self._flight)
 
-    def push(self, tensors: Mapping[str, torch.Tensor], note: N) -> bool:
+    def push(self, tensors: Mapping[str, Given], note: N) -> bool:
         """Start the copy of 0-D and 1-D tensors (any device, bool, int or float); False: dropped and counted.
 
         The tensors may be overwritten as soon as this returns: the copy is ordered before that on their stream.
@@ -170,17 +193,9 @@ class Ring(Generic[N]):
         slot = self._free.popleft()
         entry: _InFlight[N] = _InFlight(slot, note)
         try:
-            by_device: dict[torch.device, list[tuple[_Shape, torch.Tensor]]] = {}
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    if tensor.dtype not in _DTYPES:
-                        tensor = tensor.to(torch.float32)
-                    shape = (name, tensor.dtype, tensor.numel(), tensor.dim() == 0)
-                    by_device.setdefault(tensor.device, []).append((shape, tensor))
-                for device, group in by_device.items():
-                    shapes = tuple([shape for shape, _ in group])
-                    lane, plan = self._lane(device, shapes)
-                    entry.parts.append((lane, plan, lane.copy(plan, [tensor for _, tensor in group], slot)))
+            for device, (shapes, flat) in _by_device(tensors).items():
+                lane, plan = self._lane(device, tuple(shapes))
+                entry.parts.append((lane, plan, lane.copy(plan, flat, slot)))
         except BaseException:
             self._free.append(slot)
             raise
@@ -198,7 +213,7 @@ class Ring(Generic[N]):
             plan = lane.plan(shapes)
         return lane, plan
 
-    def poll(self, *, wait: bool = False) -> Iterator[tuple[N, Values]]:
+    def poll(self, *, wait: bool = False) -> Iterator[tuple[N, Arrived]]:
         """What has arrived, oldest first. `wait`: block until all of it has (rollback, detach; never in a step)."""
         while self._flight and not is_capturing():
             entry = self._flight[0]
@@ -209,18 +224,38 @@ class Ring(Generic[N]):
                     elif not event.query():
                         return
             self._flight.popleft()
-            values: Values = {}
+            values = _NOTHING
             for lane, plan, _ in entry.parts:
-                memory = lane.memory[entry.slot][: plan.nbytes].copy()
-                for segment in plan.segments:
-                    array = memory[segment.start : segment.start + segment.nbytes].view(segment.dtype)
-                    values[segment.name] = array.reshape(()) if segment.is_scalar else array
+                part = Arrived(lane.memory[entry.slot][: plan.nbytes].tobytes(), plan.segments)
+                values = part if values is _NOTHING else values.beside(part)
             self._free.append(entry.slot)
             yield entry.note, values
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+def _by_device(tensors: Mapping[str, Given]) -> dict[torch.device, tuple[list[_Shape], list[torch.Tensor]]]:
+    """What lies where, flat and apart from any graph."""
+    found: dict[torch.device, tuple[list[_Shape], list[torch.Tensor]]] = {}
+    here: torch.device | None = None
+    shapes: list[_Shape] = []
+    flat: list[torch.Tensor] = []
+    for name, given in tensors.items():
+        for tensor in given if isinstance(given, list) else (given,):
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if (device := tensor.device) != here:
+                here, (shapes, flat) = device, found.setdefault(device, ([], []))
+            dtype, is_scalar = tensor.dtype, tensor.dim() == 0
+            if dtype not in _DTYPES:
+                shapes.append((name, _ODD, tensor.numel(), is_scalar, True))
+            else:
+                shapes.append((name, dtype, tensor.numel(), is_scalar, False))
+                if is_scalar:
+                    tensor = tensor.reshape(1)
+            flat.append(tensor)
+    return found
+
+
+_NOTHING = Arrived(b"", {})
 
 
 def _aligned(nbytes: int) -> int:

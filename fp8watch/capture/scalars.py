@@ -6,19 +6,23 @@ tensors to the host later. A loss that cannot be used is described, never guesse
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 Scalar = float | torch.Tensor
-GIVEN = ("attention_logit_max", "kurtosis", "zero_grad_ratio")
+GIVEN = ("attention_logit_max", "kurtosis", "zero_grad_ratio", "reference_loss")
 """What `watch.record` takes."""
 
 
 class NotAScalar(ValueError):
     """A value that is no scalar; the message says what is wanted and what came."""
+
+
+_USUAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
 def as_scalar(value: Any, name: str = "loss") -> Scalar:
@@ -27,6 +31,11 @@ def as_scalar(value: Any, name: str = "loss") -> Scalar:
     Tensors of one element, Python and numpy numbers are scalars; a NaN or infinity is one too. Whatever else a value
     raises when it is looked at is a `NotAScalar` too.
     """
+    if (
+        type(value) is torch.Tensor and value.dim() == 0 and value.dtype in _USUAL
+        and value.layout is torch.strided and not value.is_meta
+    ):  # fmt: skip
+        return value.detach()  # nearly every loss
     try:
         return _scalar(value, name)
     except NotAScalar:
@@ -72,13 +81,17 @@ def _describe(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
-def mean(values: list[Scalar]) -> Scalar:
-    """Mean of micro-batch losses in float32 on the first tensor's device; plain floats are averaged as floats."""
+def micro_batches(values: list[Scalar]) -> dict[str, Scalar]:
+    """`loss`, the mean of micro-batch losses, and of several `loss_micro_max` and `loss_micro_median` (the lower one of
+    two): how far the batches of one step lie apart; a NaN counts as the largest. In float32 on the first tensor's
+    device, without waiting for it; plain floats stay floats."""
     if len(values) == 1:
-        return values[0]
+        return {"loss": values[0]}
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not tensors:
-        return sum(float(value) for value in values) / len(values)
+        losses = [float(value) for value in values]
+        in_order = sorted(losses, key=lambda loss: (math.isnan(loss), loss))
+        return {"loss": sum(losses) / len(losses)} | _spread(in_order)
     device = tensors[0].device
     parts = [
         value.to(device=device, dtype=torch.float32, non_blocking=True)
@@ -86,7 +99,18 @@ def mean(values: list[Scalar]) -> Scalar:
         else torch.full((), value, dtype=torch.float32, device=device)
         for value in values
     ]
-    return torch.stack(parts).mean()
+    stacked = torch.stack(parts)
+    # A sorted copy rather than `median`, which CUDA refuses where deterministic algorithms are asked for.
+    return {"loss": stacked.mean()} | _spread(torch.sort(stacked).values)
+
+
+def _spread(ordered: Sequence[float] | torch.Tensor) -> dict[str, Scalar]:
+    return {"loss_micro_max": ordered[-1], "loss_micro_median": ordered[(len(ordered) - 1) // 2]}
+
+
+def mean(values: list[Scalar]) -> Scalar:
+    """Of micro-batch losses; see `micro_batches`."""
+    return micro_batches(values)["loss"]
 
 
 class StepScalars:
@@ -139,7 +163,7 @@ class StepScalars:
         """The step's loss: the mean of the micro-batches' where there were any, else `value`. Raises `NotAScalar`."""
         if self._micro:
             micro, self._micro = self._micro, []
-            self._values["loss"] = mean(micro)
+            self._values |= micro_batches(micro)
         elif value is not None:
             self._values["loss"] = as_scalar(value)
 

@@ -6,13 +6,38 @@ and never synchronises; `fp8watch.capture.ring` copies them out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from fp8watch.records import TensorColumn
+
+
+class Pieces(Mapping[str, torch.Tensor]):
+    """Columns that lie in several tensors of one device, one after the other, as a framework's vectors do.
+
+    The ring takes them as they lie (`parts`), which costs no kernel; a column is put together when somebody asks for
+    it by name, once.
+    """
+
+    def __init__(self, parts: dict[str, list[torch.Tensor]]) -> None:
+        """`parts`: name -> at least one 1-D tensor, in order, all of one dtype."""
+        self.parts = parts
+        self._whole: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        whole = self._whole.get(name)
+        if whole is None:
+            whole = self._whole[name] = torch.cat(self.parts[name])
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +48,8 @@ class Reading:
     be left out where everything was observed. The tensors may be overwritten after the call that follows.
     """
 
-    values: dict[str, torch.Tensor]
+    values: Mapping[str, torch.Tensor]
+    """A dict, or `Pieces`."""
     valid: dict[str, torch.Tensor] = field(default_factory=dict)
     zero_is_unseen: bool = False
     """An amax of 0 means that nothing of that tensor was observed, in every column that `valid` says nothing of: told

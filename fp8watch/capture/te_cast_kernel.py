@@ -1,8 +1,8 @@
 """Counting one cast where it happens, on a GPU: one launch, no table, no copy, nothing made on the host.
 
 Each program of a launch owns a place in the buffers and adds to it, so that micro-batches add up without atomics and
-the result is the same every time. Importing this needs Triton. The arithmetic is that of
-`fp8watch.capture.statistics.kernels`, which counts many tensors a launch where they are all at hand at once; here they
+the result is the same every time. Importing this needs Triton. What is counted of an element is
+`fp8watch.capture.statistics.kernels.tally`, as where many tensors are at hand at once and share a launch; here they
 come one by one and are gone a moment later.
 """
 
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES
+from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES, tally
 from fp8watch.formats import Fp8Format
 
 BLOCK = 4096
@@ -46,14 +46,13 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         inside = offsets < numel
         x = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
         code = tl.load(codes + offsets, mask=inside, other=0).to(CODES, bitcast=True).to(tl.float32)
-        scaled = x * scale
-        saturated += (tl.abs(scaled) > FP8_MAX).to(tl.int32)
-        before += (x != 0.0).to(tl.int32)
-        after += (code != 0.0).to(tl.int32)
-        nonfinite += ((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32)
-        difference = (scaled - code) / scale
-        error += difference * difference
-        square += x * x
+        s, b, a, n, e, q = tally(x, scale, x * scale, code, FP8_MAX)
+        saturated += s
+        before += b
+        after += a
+        nonfinite += n
+        error += e
+        square += q
         start += PROGRAMS * BLOCK
     place = counts + program * 4
     tl.store(place, tl.load(place) + tl.sum(saturated, 0))

@@ -85,7 +85,10 @@ class CastTap:
                 if self._is_listening and not self._is_inside:
                     self._is_inside = True
                     try:
-                        with torch.no_grad():
+                        if torch.is_grad_enabled():
+                            with torch.no_grad():
+                                look(name, original, args, options, result)
+                        else:  # as in every function of autograd's, where casts are made
                             look(name, original, args, options, result)
                     except Exception:
                         self.num_failures += 1

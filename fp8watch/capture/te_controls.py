@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from fp8watch.capture.copied_hooks import StaysHere
 from fp8watch.capture.te_states import delayed_states, element_names, recipe_of
 from fp8watch.errors import ActionError
 from fp8watch.formats import E4M3, E5M2
@@ -30,13 +31,53 @@ logger = logging.getLogger(__name__)
 SLOTS = {"input": 0, "weight": 1, "grad_output": 0}
 
 
-@dataclass(slots=True)
 class _Away:
-    """A module that runs in BF16: its hooks, and the amaxes measured meanwhile (0-d tensors on the device)."""
+    """A module that runs in BF16: what its hooks do, and the amaxes measured meanwhile (0-d tensors on the device)."""
 
-    handles: list[Any] = field(default_factory=list)
-    contexts: list[ExitStack] = field(default_factory=list)
-    amax: dict[str, torch.Tensor] = field(default_factory=dict)
+    def __init__(self, module: torch.nn.Module, te: Any, has_run: Callable[[], None]) -> None:
+        """`has_run` is told after each forward."""
+        self._te, self._has_run = te, has_run
+        self._contexts: list[ExitStack] = []
+        self.amax: dict[str, torch.Tensor] = {}
+        self.handles = [
+            module.register_forward_pre_hook(StaysHere(self.enter), with_kwargs=True),
+            module.register_forward_hook(StaysHere(self.leave), always_call=True),
+        ]
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """The module is about to run."""
+        stack = ExitStack()
+        stack.enter_context(self._te.autocast(enabled=False))
+        self._contexts.append(stack)
+        source = next((a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)), None)
+        weight = getattr(module, "weight", None)
+        with torch.no_grad():
+            if source is not None and source.is_floating_point():
+                _raise_to(self.amax, "input", source)
+            if isinstance(weight, torch.Tensor):
+                _raise_to(self.amax, "weight", weight)
+
+    def leave(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """It has run, or raised."""
+        if self._contexts:
+            self._contexts.pop().close()
+        self._has_run()
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor) and first.requires_grad:
+            first.register_hook(lambda grad: _raise_to(self.amax, "grad_output", grad))  # type: ignore[no-untyped-call]
+
+
+class _Once:
+    """Tells that a module has run again after its return, and goes."""
+
+    def __init__(self, module: torch.nn.Module, has_run: Callable[[], None]) -> None:
+        self._has_run = has_run
+        self._handle = module.register_forward_hook(StaysHere(self.ran))
+
+    def ran(self, *_: Any) -> None:
+        """The module has run."""
+        self._has_run()
+        self._handle.remove()
 
 
 class TeControls:
@@ -64,7 +105,7 @@ class TeControls:
             raise ActionError(f"weights exist in FP8 only, BF16 at the next restart: {', '.join(blocked)}")
         for name, module in found.items():
             if high_precision and name not in self._away:
-                self._away[name] = self._send_away(name, module)
+                self._away[name] = _Away(module, self._te, partial(self._pending.discard, name))
             elif not high_precision and name in self._away:
                 self._bring_back(name, module, self._away.pop(name))
             self._pending.add(name)
@@ -120,47 +161,10 @@ class TeControls:
                 live.amax_history.copy_(saved["amax_history"])
             getattr(module, "_fp8_workspaces", {}).clear()
 
-    # --- hooks of a module that is away -----------------------------------------------------------
-
-    def _send_away(self, name: str, module: torch.nn.Module) -> _Away:
-        away = _Away()
-
-        def enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            stack = ExitStack()
-            stack.enter_context(self._te.autocast(enabled=False))
-            away.contexts.append(stack)
-            source = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
-            weight = getattr(module, "weight", None)
-            with torch.no_grad():
-                if source is not None and source.is_floating_point():
-                    _raise_to(away.amax, "input", source)
-                if isinstance(weight, torch.Tensor):
-                    _raise_to(away.amax, "weight", weight)
-
-        def leave(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if away.contexts:
-                away.contexts.pop().close()
-            self._pending.discard(name)
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, torch.Tensor) and first.requires_grad:
-                first.register_hook(lambda grad: _raise_to(away.amax, "grad_output", grad))  # type: ignore[no-untyped-call]
-
-        away.handles = [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, always_call=True),
-        ]
-        return away
-
     def _bring_back(self, name: str, module: Any, away: _Away) -> None:
         for handle in away.handles:
             handle.remove()
-        once: list[Any] = []
-
-        def ran(*_: Any) -> None:
-            self._pending.discard(name)
-            once[0].remove()
-
-        once.append(module.register_forward_hook(ran))
+        _Once(module, partial(self._pending.discard, name))
         margin = self.margin() or 0.0
         for tensor, amax in away.amax.items():
             key, fp8_max = ("scaling_bwd", E5M2.max) if tensor == "grad_output" else ("scaling_fwd", E4M3.max)

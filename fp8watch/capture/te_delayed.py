@@ -5,23 +5,23 @@ all micro-batches), recompute, CUDA graphs, FP8 primary weights, operations of `
 stored history is always zero) and several models in one process: columns are matched by the identity of a module's
 scale tensor, never by position.
 
-Cost: one concatenation a step. It puts together TE's own vectors of amaxes, which are made anew for each update and
-need no copy, and the scales as the step leaves them: those are the ones that the casts of the next step use, unless
-somebody writes to them in between, which their version counters tell, or there is more than one update a step
-(micro-batches); then they are concatenated once more right before the update. No pass over data, no synchronisation.
+Cost: one concatenation an update, of the scales that it is about to replace, at the moment when they are those that the
+casts have used; TE's own vectors of amaxes are made anew for each update and need no copy. Both go to the ring as they
+lie. No pass over data, no synchronisation.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 
 from fp8watch.capture.blocks import block_of
-from fp8watch.capture.source import Reading
+from fp8watch.capture.source import Pieces, Reading
 from fp8watch.capture.te_states import delayed_states, element_names, metas, recipe_of
 from fp8watch.capture.te_tap import UpdateTap, update_tap
 from fp8watch.capture.te_tensors import format_name
@@ -55,29 +55,18 @@ class _Vector:
     amax_local: torch.Tensor | None = None
     """The same as `amax`, of this rank before the reduction; None: nobody to reduce with."""
     scale: torch.Tensor | None = None
-    """Used in the step by the last casts; `left` itself where that is what the last step left."""
+    """Used in the step by the last casts."""
     updates: int = 0
-    num_elements: int = 0
-    """Of TE's vector, other models' included."""
-    left: torch.Tensor | None = None
-    """All scales as the last step left them, in TE's order."""
-    is_left_current: bool = False
-    """No update since."""
-    versions: list[int] = field(default_factory=list)
-    """Of the scale tensors when they were left."""
 
     @property
     def states(self) -> set[int]:
         """Identities of our states in it."""
         return {id(state) for _, _, state in self.slots}
 
-    def used_scale(self) -> torch.Tensor:
-        """The scales of our columns that the casts before this update used."""
-        is_known = self.is_left_current and self.versions == [scale._version for scale in self.scales]
-        if is_known and self.left is not None:
-            return self.left if self.positions is None else self.left[self.positions]
-        used = torch.cat(self.scales)
-        return used if self.positions is None else used[self.positions]
+    def is_of(self, scales: Sequence[torch.Tensor]) -> bool:
+        """Whether these are its scale tensors: by identity, for `==` would compare what is in them."""
+        known = self.scales
+        return len(scales) == len(known) and all(map(is_, scales, known))
 
 
 class TeDelayedSource:
@@ -92,8 +81,6 @@ class TeDelayedSource:
         """By signature, as they were met."""
         self._ordered: list[_Vector] = []
         """Forward ones first; arranged again when they change, as what follows."""
-        self._scales: list[torch.Tensor] = []
-        """All scale tensors in that order."""
         self._is_spread = False
         """They lie on several devices."""
         self._foreign: dict[tuple[int, ...], int] = {}
@@ -104,8 +91,6 @@ class TeDelayedSource:
         self._columns: list[TensorColumn] = []
         self._missing: list[str] = []
         self._num_reads = 0
-        self._left: torch.Tensor | None = None
-        """All scales as the last step left them, one vector after the other, in one piece."""
         self._tap.subscribe(self._on_update)
 
     def columns(self) -> Sequence[TensorColumn]:
@@ -123,8 +108,7 @@ class TeDelayedSource:
 
     def _arrange(self) -> None:
         self._ordered = sorted(self._vectors.values(), key=lambda vector: not vector.is_forward)
-        self._scales = [scale for vector in self._ordered for scale in vector.scales]
-        self._is_spread = len({scale.device for scale in self._scales}) > 1
+        self._is_spread = len({scale.device for vector in self._ordered for scale in vector.scales}) > 1
 
     def _refresh(self) -> None:
         # Twice more after the first step: what has still not shown up by then is named.
@@ -161,43 +145,40 @@ class TeDelayedSource:
         A tensor whose amax is 0 was idle and counts as not observed.
         """
         self._num_reads += 1
-        vectors = self._ordered
-        if not any(vector.updates for vector in vectors):
+        forward, backward, has_local = 0, 0, False
+        for vector in self._ordered:
+            if vector.is_forward:
+                forward = max(forward, vector.updates)
+            else:
+                backward = max(backward, vector.updates)
+            has_local = has_local or vector.amax_local is not None
+        if not forward and not backward:
             return None
-        device = vectors[0].scales[0].device
-        names = ["amax"]
-        if any(vector.updates > 1 for vector in vectors):
-            names.append("amax_last")
-        if any(vector.amax_local is not None for vector in vectors):
-            names.append("amax_local")
-        pieces = [_piece(vector, name, device) for name in names for vector in vectors]
-        num = sum(len(vector.slots) for vector in vectors)
-        start = num * len(names)
-        before, is_whole = self._left, all(vector.scale is vector.left for vector in vectors if vector.updates)
-        if is_whole and before is not None and before.numel() == num:
-            scale = before  # the usual step: nothing to put together
-        else:
-            scale = torch.cat([_piece(vector, "scale", device) for vector in vectors])
-        scales = [_to(scale, device) for scale in self._scales] if self._is_spread else self._scales
-        packed = torch.cat([*pieces, *scales])
-        self._leave(vectors, packed[start:])
-        values = {name: packed[i * num : (i + 1) * num] for i, name in enumerate(names)}
+        parts = {"amax": self._parts("amax")}
+        if forward > 1 or backward > 1:
+            parts["amax_last"] = self._parts("amax_last")
+        if has_local:
+            parts["amax_local"] = self._parts("amax_local")
+        parts["scale"] = self._parts("scale")
         return Reading(
-            values=values | {"scale": scale},
-            zero_is_unseen=True,
-            updates_forward=max((v.updates for v in vectors if v.is_forward), default=0),
-            updates_backward=max((v.updates for v in vectors if not v.is_forward), default=0),
-        )
+            values=Pieces(parts), zero_is_unseen=True, updates_forward=forward, updates_backward=backward
+        )  # fmt: skip
 
-    def _leave(self, vectors: list[_Vector], scales: torch.Tensor) -> None:
-        """Keep what the next step's casts will use."""
-        start = 0
+    def _parts(self, name: str) -> list[torch.Tensor]:
+        """One tensor a vector, on one device; zeros for a vector that was not updated."""
+        vectors = self._ordered
+        found: list[torch.Tensor] = []
         for vector in vectors:
-            vector.left = scales[start : start + vector.num_elements]
-            vector.versions = [scale._version for scale in vector.scales]
-            vector.is_left_current = True
-            start += vector.num_elements
-        self._left = scales if all(vector.positions is None for vector in vectors) else None
+            values: torch.Tensor | None = getattr(vector, name)
+            if values is None and name == "amax_local":
+                values = vector.amax  # a recipe that reduces nothing
+            if values is None:
+                values = torch.zeros(len(vector.slots), device=vectors[0].scales[0].device)
+            found.append(values)
+        if self._is_spread:
+            device = vectors[0].scales[0].device
+            found = [values.to(device, non_blocking=True) for values in found]
+        return found
 
     def detach(self) -> None:
         """Leave the tap."""
@@ -206,24 +187,18 @@ class TeDelayedSource:
     def _on_update(self, amax: torch.Tensor, scales: Sequence[torch.Tensor], local: torch.Tensor | None = None) -> None:
         """TE is about to update: `amax` is reduced, `scales` are those just used, `local` is the amax before the
         reduction where there was one. Runs on autograd's thread too."""
-        signature = tuple(map(id, scales))
-        vector = self._vectors.get(signature)
+        vector = next((known for known in self._ordered if known.is_of(scales)), None)
         if vector is None:
-            met = self._foreign.get(signature, 0)
-            if met % LOOK_AGAIN:
-                self._foreign[signature] = met + 1
-                return
-            vector = self._index(scales, signature, amax.device)
+            vector = self._meet(scales, amax.device)
             if vector is None:
                 return
         if vector.is_forward and vector.updates and torch._C._current_graph_task_id() != -1:
             # A recomputation inside a backward pass updates once more, with the same amax, after the scales of its
             # casts have made room for newer ones.
             return
-        used = vector.used_scale()
-        vector.is_left_current = False
+        used = torch.cat(vector.scales)
         if vector.positions is not None:
-            amax = amax[vector.positions]
+            used, amax = used[vector.positions], amax[vector.positions]
             local = None if local is None else local[vector.positions]
         vector.updates += 1
         if local is not None:
@@ -236,6 +211,15 @@ class TeDelayedSource:
         vector.amax = torch.maximum(vector.amax, amax)
         vector.amax_last = torch.where(was_cast, amax, vector.amax_last)
         vector.scale = torch.where(was_cast, used, vector.scale)
+
+    def _meet(self, scales: Sequence[torch.Tensor], device: torch.device) -> _Vector | None:
+        """A vector that is none of ours so far; another model's is looked at again only now and then."""
+        signature = tuple(map(id, scales))
+        met = self._foreign.get(signature, 0)
+        if met % LOOK_AGAIN:
+            self._foreign[signature] = met + 1
+            return None
+        return self._index(scales, signature, device)
 
     def _index(
         self, scales: Sequence[torch.Tensor], signature: tuple[int, ...], device: torch.device
@@ -267,8 +251,7 @@ class TeDelayedSource:
                 device, non_blocking=True
             )
         vector = _Vector(
-            is_forward=is_forward, slots=found, positions=index, scales=tuple(scales), signature=signature,
-            num_elements=offset,
+            is_forward=is_forward, slots=found, positions=index, scales=tuple(scales), signature=signature
         )  # fmt: skip
         # A vector that has grown takes the place of what it was; state that was made anew leaves the old one behind.
         live = {id(entry[4]) for entry in owned.values()}
@@ -284,17 +267,6 @@ class TeDelayedSource:
         self._num_changes += 1
         self._arrange()
         return vector
-
-
-def _piece(vector: _Vector, name: str, device: torch.device) -> torch.Tensor:
-    values: torch.Tensor | None = getattr(vector, name)
-    if values is None and name == "amax_local":
-        values = vector.amax  # a recipe that reduces nothing
-    return torch.zeros(len(vector.slots), device=device) if values is None else _to(values, device)
-
-
-def _to(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return values if values.device == device else values.to(device, non_blocking=True)
 
 
 def _why_unseen(module: Any, num_reads: int) -> str | None:

@@ -50,6 +50,10 @@ class TeStatistics:
         self._in_forward: set[int] = set()
         self._counts: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
+        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Each row of both: a cast does not pay for slicing them."""
+        self._formats: dict[Any, Fp8Format] = {}
+        """By TE's code of a dtype."""
         self.meters: Mapping[Kind, CostMeter] | None = None
         self._is_sampled = False
         self._what_if: WhatIfLog | None = None
@@ -63,6 +67,9 @@ class TeStatistics:
 
     def begin(self, *, is_sampled: bool) -> None:
         """A new step."""
+        if not is_sampled and not self._is_sampled:  # as the step before
+            self._tap.leave()
+            return
         self._looked_at = frozenset()
         if self._what_if is not None:
             self._what_if.begin(None)
@@ -115,7 +122,7 @@ class TeStatistics:
             looked_at = closer[1][index.clamp(max=len(closer[1]) - 1)] & (index < len(closer[1])) & was_seen
             valid |= dict.fromkeys(closer[0], looked_at)
         return Reading(
-            values=reading.values | values,
+            values={**reading.values, **values},
             valid=reading.valid | valid,
             zero_is_unseen=reading.zero_is_unseen,
             updates_forward=reading.updates_forward,
@@ -141,13 +148,12 @@ class TeStatistics:
                 self._in_forward.add(row)
             elif row in self._in_forward:
                 return  # computed again in the backward pass
-        fmt = FORMATS[format_name(getattr(made, "_fp8_dtype", None))]
-        meter = nullcontext() if self.meters is None else self.meters["statistics"].piece()
-        with meter:
-            self._count(row, source.detach(), codes.detach(), inverse, fmt)
+        fmt = self._format(getattr(made, "_fp8_dtype", None))
+        with _UNTIMED if self.meters is None else self.meters["statistics"].piece():
+            self._count(row, source, codes, inverse, fmt)
         self._sizes[row] += source.numel()
         if self._looked_at is None or key[0] in self._looked_at:
-            with nullcontext() if self.meters is None else self.meters["what_if"].piece():
+            with _UNTIMED if self.meters is None else self.meters["what_if"].piece():
                 if self._what_if is None:
                     self._what_if = WhatIfLog(0, source.device)
                     self._what_if.begin(None)
@@ -158,13 +164,18 @@ class TeStatistics:
         """Evaluation is no step's business. The mode of gradients says nothing: autograd's functions run without."""
         return self._model.training or torch._C._current_graph_task_id() != -1
 
+    def _format(self, code: Any) -> Fp8Format:
+        found = self._formats.get(code)
+        if found is None:
+            found = self._formats[code] = FORMATS[format_name(code)]
+        return found
+
     def _count(
         self, row: int, values: torch.Tensor, codes: torch.Tensor, inverse: torch.Tensor, fmt: Fp8Format
     ) -> None:
-        assert self._counts is not None
-        assert self._sums is not None
-        counts, sums = self._counts[row], self._sums[row]
-        codes = codes.view(torch.uint8)
+        counts, sums = self._places[row]
+        if codes.dtype != torch.uint8:
+            codes = codes.view(torch.uint8)
         if self._kernel is not None and self._kernel.fits(values, codes, fmt):
             self._kernel.add(values, codes, inverse, is_inverse=True, fmt=fmt, counts=counts, sums=sums)
             return
@@ -211,7 +222,7 @@ class TeStatistics:
         if row is None:
             row = self._rows[key] = len(self._rows)
             self._sizes.append(0)
-        if self._counts is None or row >= len(self._counts):
+        if row >= len(self._places):
             room = max(64, 2 * len(self._rows)) if self._counts is None else 2 * len(self._rows)
             programs = 1 if self._kernel is None or device.type != "cuda" else self._kernel.PROGRAMS
             # A program's share of a step's elements fits into 32 bits, all of them may not.
@@ -221,7 +232,11 @@ class TeStatistics:
             if self._counts is not None and self._sums is not None:
                 counts[: len(self._counts)], sums[: len(self._sums)] = self._counts, self._sums
             self._counts, self._sums = counts, sums
+            self._places = list(zip(counts.unbind(), sums.unbind(), strict=True))
         return row
+
+
+_UNTIMED = nullcontext()
 
 
 def _kernel() -> Any:

@@ -78,8 +78,11 @@ class UpdateTap:
         return staticmethod(reduce)
 
     def _before(self, amax: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        kept, self._local.before = getattr(self._local, "before", None), None
-        return (kept[1],) if kept is not None and kept[0] is amax else ()
+        kept = getattr(self._local, "before", None)
+        if kept is None:
+            return ()
+        self._local.before = None
+        return (kept[1],) if kept[0] is amax else ()
 
     def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def tapped(amax: torch.Tensor, histories: Any, scales: Any, *rest: Any, **options: Any) -> Any:

@@ -24,6 +24,7 @@ from fp8watch.capture.governor import Kind
 from fp8watch.capture.host_flags import HostFlags
 from fp8watch.capture.source import Reading
 from fp8watch.capture.statistics import COUNTS, TensorStatistics, count
+from fp8watch.capture.statistics.block_scales import BlockStatistics, block_statistics, spread_log2
 from fp8watch.capture.statistics.count import format_of
 from fp8watch.capture.torchao_compiled import CompiledNotes
 from fp8watch.capture.torchao_scales import CastRecipe, ScaleRule, cast_recipe, is_float8_linear
@@ -61,6 +62,11 @@ class TorchaoSource:
         self._rule = ScaleRule(self._modules, TENSORS, self._device)
         self._counts = torch.zeros(len(COUNTS), num, dtype=torch.int64, device=self._device)
         self._squares = torch.zeros(2, num, device=self._device)
+        self._blocks = torch.zeros(2, num, dtype=torch.int64, device=self._device)
+        """Scales of a row each, and how many of their rows clip."""
+        self._scale_range = torch.zeros(2, num, device=self._device)
+        """Largest and smallest of them."""
+        self._has_blocks = False
         self._is_counting = False
         self.meters: Mapping[Kind, CostMeter] | None = None
         """Times the sampling work; see `fp8watch.capture.closer`."""
@@ -128,6 +134,9 @@ class TorchaoSource:
         if with_statistics:
             self._counts.zero_()
             self._squares.zero_()
+            if self._has_blocks:
+                self._blocks.zero_()
+                self._scale_range[0], self._scale_range[1] = 0.0, torch.inf
         self._is_high_precision = [False] * len(self._is_high_precision)
         self._calls = {phase: [0] * len(self._modules) for phase in ("forward", "recompute")}
         self._gradients = [0] * len(self._modules)
@@ -176,6 +185,10 @@ class TorchaoSource:
             values |= dict(zip(COUNTS, self._counts, strict=True))
             values |= {"mse": error / self._counts[0].clamp(min=1), "snr": 10.0 * torch.log10(signal / error)}
             valid |= dict.fromkeys((*COUNTS, "mse", "snr"), self._counts[0] > 0)
+            if self._has_blocks:
+                values |= {"blocks": self._blocks[0], "clipped_blocks": self._blocks[1]}
+                values["scale_spread"] = spread_log2(self._scale_range[0], self._scale_range[1])
+                valid |= dict.fromkeys(("blocks", "clipped_blocks", "scale_spread"), self._blocks[0] > 0)
         if (closer := self._what_if.columns()) is not None:
             values |= closer[0]
             valid |= dict.fromkeys(closer[0], closer[1] & was_cast)
@@ -213,6 +226,8 @@ class TorchaoSource:
         if self._is_counting and is_first:
             with self._timed("statistics"):
                 self._add(column, count(values, scale, dtype))
+                if (blocks := block_statistics(values, scale, format_of(dtype))) is not None:
+                    self._add_blocks(column, blocks)
         if is_first and self._what_if.wants(column):
             known = amax if amax is not None and amax.numel() == 1 and not hasattr(amax, "to_local") else None
             with self._timed("what_if"):
@@ -260,6 +275,15 @@ class TorchaoSource:
         squares = torch.stack([statistics.squared_error, statistics.squared_values])
         self._counts[:, column].add_(counts.to(self._device))
         self._squares[:, column].add_(squares.to(self._device))
+
+    def _add_blocks(self, column: int, found: BlockStatistics) -> None:
+        if not self._has_blocks:
+            self._has_blocks = True
+            self._scale_range[1] = torch.inf
+        self._blocks[:, column].add_(torch.stack([found.blocks, found.clipped_blocks]).to(self._device))
+        largest, smallest = self._scale_range[:, column]
+        torch.maximum(largest, found.largest.to(self._device), out=largest)
+        torch.minimum(smallest, found.smallest.to(self._device), out=smallest)
 
     # --- layout -----------------------------------------------------------------------------------
 

@@ -66,6 +66,11 @@ class UpdateSize:
         self._has_before = False
         self._versions: list[int] = []
 
+    @property
+    def has_before(self) -> bool:
+        """Whether `before` has been called for the update under way, and `after` has something to do."""
+        return self._has_before
+
     @torch.no_grad()
     def before(self) -> None:
         """Have the sample as it is now: the last one taken, or a new one where parameters were written to since."""

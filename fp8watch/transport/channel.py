@@ -172,11 +172,12 @@ def agent_address(agent: str) -> Path:
 
 def _drain(items: deque[T]) -> list[T]:
     taken: list[T] = []
-    while True:
+    while items:
         try:
             taken.append(items.popleft())
-        except IndexError:
-            return taken
+        except IndexError:  # the other end drops the oldest of a full deque
+            break
+    return taken
 
 
 def _close_at_exit(reference: weakref.ref[Channel]) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8watch.capture.cost_meter import CostMeter
+from fp8watch.capture.cost_meter import THEN_EVERY, TIMED_FIRST, CostMeter
 from fp8watch.capture.governor import MOST_DOUBLINGS, Governor
 
 BASE = {"statistics": 10, "what_if": 100, "shadow": 100}
@@ -94,6 +94,25 @@ def test_a_pause_is_no_step_and_the_first_sample_does_not_count():
     assert governor.every("statistics") == 10
     governor.cost("statistics", 0.005)
     assert governor.share() == pytest.approx(0.005, rel=0.1)
+
+
+@pytest.mark.parametrize("num_pieces", [1, TIMED_FIRST, TIMED_FIRST + 1, 192, 1680])
+def test_pieces_that_are_not_timed_cost_what_the_others_do(monkeypatch, num_pieces):
+    clock = [0.0]
+    asked = []
+    monkeypatch.setattr("fp8watch.capture.cost_meter.time.thread_time", lambda: asked.append(1) or clock[0])
+    meter = CostMeter(torch.device("cpu"))
+    with meter.piece(is_alone=True):  # in front of the others or behind them, it is not taken for one of them
+        clock[0] += 5.0
+    for _ in range(num_pieces):
+        with meter.piece():
+            clock[0] += 0.25
+    with meter.piece(is_alone=True):
+        clock[0] += 7.0
+    meter.close_step()
+    assert list(meter.take()) == [pytest.approx(12.0 + 0.25 * num_pieces)]
+    assert len(asked) <= 2 * (2 + TIMED_FIRST + num_pieces // THEN_EVERY)
+    assert meter.is_idle
 
 
 def test_the_meter_gives_the_time_of_its_pieces_once_a_step():

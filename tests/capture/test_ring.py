@@ -60,6 +60,42 @@ def test_what_goes_in_comes_out(shapes, slots):
         assert values["scalar"].shape == ()
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.sampled_from([*DTYPES, torch.bfloat16]))
+def test_pieces_arrive_as_one_tensor(sizes, dtype):
+    """As the vectors of a framework lie: nothing is put together on the device but by the ring's own concatenation."""
+    ring: Ring[int] = Ring(torch.device("cpu"), slot_bytes=64)
+    pieces = [(torch.arange(n) % 2).to(dtype) + i % 2 for i, n in enumerate(sizes)]
+    other = torch.full((3,), 7.0)
+    ring.push({"before": other, "scalar": torch.tensor(0.5), "whole": pieces, "after": other}, 0)
+    ((_, values),) = list(ring.poll())
+    assert values["whole"].tolist() == torch.cat(pieces).tolist()
+    assert values["before"].tolist() == values["after"].tolist() == [7.0] * 3
+    assert values["scalar"] == 0.5
+
+
+def test_what_two_devices_bring_is_one_step():
+    arrived = []
+    for offset in (0.0, 10.0):
+        ring: Ring[int] = Ring(torch.device("cpu"))
+        ring.push({f"a{offset}": torch.arange(3.0) + offset, f"s{offset}": torch.tensor(7) + int(offset)}, 0)
+        ((_, values),) = list(ring.poll())
+        arrived.append(values)
+    both = arrived[0].beside(arrived[1])
+    assert both["a0.0"].tolist() == [0.0, 1.0, 2.0]
+    assert both["a10.0"].tolist() == [10.0, 11.0, 12.0]
+    assert both.raw("a10.0") == torch.arange(10.0, 13.0).numpy().tobytes()
+    assert (both.number("s0.0"), both.number("s10.0")) == (7.0, 17.0)
+    assert both["s10.0"].shape == ()
+
+
+def test_a_graph_is_not_followed():
+    ring: Ring[int] = Ring(torch.device("cpu"))
+    weight = torch.ones((), requires_grad=True)
+    ring.push({"loss": weight * 2.0, "half": (weight * 3.0).bfloat16()}, 0)
+    ((_, values),) = list(ring.poll())
+    assert (values.number("loss"), values.number("half")) == (2.0, 3.0)
+
+
 def test_dtypes_numpy_has_not_are_widened():
     ring: Ring[None] = Ring(torch.device("cpu"))
     ring.push({"a": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}, None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -42,10 +45,14 @@ class Linear(torch.nn.Module):
         return x @ self.weight
 
 
+def controls_of(model: torch.nn.Module) -> TeControls:
+    quantization = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(global_amax_buffer={}, autocast_arguments={}))
+    return TeControls(model, library=SimpleNamespace(autocast=autocast), quantization=quantization)
+
+
 def test_a_module_goes_away_and_comes_back_with_fresh_scales() -> None:
     model = torch.nn.Sequential(Linear(), Linear())
-    quantization = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(global_amax_buffer={}, autocast_arguments={}))
-    controls = TeControls(model, library=SimpleNamespace(autocast=autocast), quantization=quantization)
+    controls = controls_of(model)
     x = torch.full((2, 4), 7.0)
     model(x).sum().backward()
     assert controls.ran_high_precision(["0", "1"]) == [False, False]
@@ -64,3 +71,28 @@ def test_a_module_goes_away_and_comes_back_with_fresh_scales() -> None:
     assert not model[0]._forward_pre_hooks
     with pytest.raises(ActionError, match="no module"):
         controls.set_high_precision(["7"], high_precision=True)
+
+
+def test_a_model_in_bf16_fallback_can_be_copied_pickled_and_saved() -> None:  # case: HOK-09
+    model = torch.nn.Sequential(Linear(), Linear())
+    controls = controls_of(model)
+    x = torch.full((2, 4), 7.0)
+    model(x)
+
+    def copies() -> list[torch.nn.Module]:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        return [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
+
+    for away in (True, False):
+        controls.set_high_precision(["0"], high_precision=away)
+        for twin in copies():
+            twin(x * 1000)
+            assert [layer.fp8 for layer in twin] == [True, True], "a copy follows its own recipe"
+        assert controls.ran_high_precision(["0"]) == [None], "what a copy ran is not what the model ran"
+        model(x)
+        assert controls.ran_high_precision(["0"]) == [away]
+    assert controls.scales(["0:input"]) == {"0:input": 448 / 7}, "nor is what it was given"
+    assert not model[0]._forward_hooks

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8watch.capture.source import Pieces
 from fp8watch.capture.te_delayed import TeDelayedSource
 from fp8watch.capture.te_slots import slot_names
 from fp8watch.capture.te_tap import UPDATE, update_tap
@@ -155,7 +156,7 @@ def test_last_scale_of_an_accumulated_step_is_shown(library: Library) -> None:
     source.detach()
 
 
-def test_usual_step_puts_everything_together_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_step_concatenates_once_an_update(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     source = TeDelayedSource(model(library, "a", "b"), extension=library)
     scales: list[list[float]] = []
     original, calls = torch.cat, iter(range(99))
@@ -172,11 +173,13 @@ def test_usual_step_puts_everything_together_once(library: Library, monkeypatch:
                 )
             reading = source.read()
         assert reading is not None
+        assert isinstance(reading.values, Pieces)
+        assert all(part is vector for part, vector in zip(reading.values.parts["amax"], vectors, strict=True))
         assert torch.equal(reading.values["scale"], torch.cat(used))
         assert torch.equal(reading.values["amax"], torch.cat(vectors))
         scales.append(reading.values["scale"].tolist())
     assert scales[1] != scales[2]
-    assert next(calls) == (2 + 1 + 1) + 3  # the first step has nothing from the step before
+    assert next(calls) == 4 * 2  # the scales of each direction; TE's own vectors of amaxes go on as they are
     source.detach()
 
 

@@ -1,4 +1,4 @@
-"""Tensors on which the Triton kernel must count what torch counts; run as a program, in Triton's interpreter.
+"""Tensors on which the Triton kernels must count what torch counts; run as a program, in Triton's interpreter.
 
 TRITON_INTERPRET=1 python tests/gpu/kernel_cases.py
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
 import torch
+from interpreted import report
 
 from fp8watch.capture.statistics import Item
 from fp8watch.capture.statistics.count import TensorStatistics, count_by_torch
@@ -63,13 +66,44 @@ def differences(found: list[TensorStatistics], items: list[Item]) -> list[str]:
     return wrong
 
 
+def cast_differences(device: str, large: int) -> Iterator[str]:
+    """The same of the kernel that counts one cast where it happens, and adds to what it counted before."""
+    from fp8watch.capture import te_cast_kernel as kernel
+
+    for items in groups(device, large):
+        for i, item in enumerate(items):
+            if item.codes is None or item.scale.numel() != 1:
+                continue
+            counts = torch.zeros(kernel.PROGRAMS, kernel.COUNTS, dtype=torch.int32, device=device)
+            sums = torch.zeros(kernel.PROGRAMS, kernel.SUMS, device=device)
+            scale = item.scale.reshape(1)
+            for is_inverse, given in ((False, scale), (True, scale.reciprocal())):
+                kernel.add(
+                    item.values, item.codes, given, is_inverse=is_inverse, fmt=item.fmt, counts=counts, sums=sums
+                )  # fmt: skip
+            inverted = replace(item, scale=scale.reciprocal().reciprocal().reshape(()))
+            twice = [count_by_torch(item), count_by_torch(inverted)]
+            saturated, before, after, nonfinite = counts.sum(0).tolist()
+            found = {
+                "saturated": saturated, "underflowed": before - after, "nonfinite": nonfinite,
+                "zeros": 2 * item.values.numel() - before,
+            }  # fmt: skip
+            for name, number in found.items():
+                if number != (wanted := sum(int(getattr(one, name)) for one in twice)):
+                    yield f"cast {item.fmt.name} {item.values.dtype} {i} {name}: {number}, {wanted}"
+            wanted = torch.stack([sum(getattr(one, name) for one in twice) for name in SUMS])
+            if not torch.allclose(sums.sum(0), wanted, rtol=1e-4, equal_nan=True):
+                yield f"cast {item.fmt.name} {item.values.dtype} {i}: {sums.sum(0)}, {wanted}"
+
+
 def main() -> int:
+    from fp8watch.capture import te_cast_kernel
     from fp8watch.capture.statistics import kernels
 
     kernels.ELEMENTS_A_PROGRAM = 2048  # several programs a tensor
-    wrong = [line for items in groups("cpu", 6400) for line in differences(kernels.launch(items), items)]
-    print("\n".join(wrong) or "equal")
-    return len(wrong)
+    te_cast_kernel.PROGRAMS, te_cast_kernel.BLOCK = 3, 1024
+    many = (line for items in groups("cpu", 6400) for line in differences(kernels.launch(items), items))
+    return report(chain(many, cast_differences("cpu", 6400)))
 
 
 if __name__ == "__main__":

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kernel_cases import differences, groups
-
-ROOT = Path(__file__).parents[2]
+import interpreted
+from kernel_cases import cast_differences, differences, groups
 
 
 def test_interpreted_kernel_counts_what_torch_counts():
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "kernel_cases.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip().endswith("equal")
+    interpreted.run("kernel_cases.py")
 
 
 @pytest.mark.gpu
@@ -39,6 +24,12 @@ def test_kernel_counts_what_torch_counts():
         assert all(kernels.fits(item) for item in items)
         assert differences(kernels.launch(items), items) == []
         assert differences(count_many(items), items) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_kernel_of_one_cast_adds_what_torch_counts():
+    assert list(cast_differences("cuda", 1 << 22)) == []
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from interpreted import report
 from kernel_cases import tensors
 
 from fp8watch.capture.statistics import Item
@@ -58,9 +59,7 @@ def main() -> int:
     from fp8watch.capture.statistics import what_if_kernels as kernels
 
     kernels.TILES, kernels.TILES_A_PROGRAM = 16, 32  # fewer turns of a slow loop, several programs a tensor
-    wrong = [line for i in groups("cpu", 6400) for line in differences(kernels.launch(i, amaxes(i)), i)]
-    print("\n".join(wrong) or "equal")
-    return len(wrong)
+    return report(line for i in groups("cpu", 6400) for line in differences(kernels.launch(i, amaxes(i)), i))
 
 
 if __name__ == "__main__":

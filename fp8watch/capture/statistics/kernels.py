@@ -34,6 +34,31 @@ _ONE, _A_ROW, _A_COLUMN = 0, 1, 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def cast(scaled, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the codes of scaled values stand for: saturating, ties to even."""
+    # Comparisons rather than a clamp, for they leave NaN where it is.
+    clamped = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)
+    clamped = tl.where(clamped < -FP8_MAX, -FP8_MAX, clamped)
+    power = (clamped.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic = tl.where(power < MIN_NORMAL, MIN_NORMAL, power) * MAGIC
+    return (clamped + magic) - magic
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tally(x, scale, scaled, code, FP8_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each element: saturated, not zero before, not zero after, not finite (int32), squared error, square (float32).
+
+    `scaled`: `x * scale`; `code`: what its code stands for.
+    """
+    saturated = (tl.abs(scaled) > FP8_MAX).to(tl.int32)
+    before = (x != 0.0).to(tl.int32)
+    after = (code != 0.0).to(tl.int32)
+    nonfinite = ((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32)
+    difference = (scaled - code) / scale
+    return saturated, before, after, nonfinite, difference * difference, x * x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(  # type: ignore[no-untyped-def]
     table, counts, sums, programs,
     SOURCE: tl.constexpr, CODES: tl.constexpr, HAS_CODES: tl.constexpr,
@@ -64,25 +89,19 @@ def _count_kernel(  # type: ignore[no-untyped-def]
         index = tl.where(mode == 1, offsets // length, tl.where(mode == 2, offsets % length, 0))
         scale = tl.load(scales + index, mask=inside, other=1.0)
         scaled = x * scale
-        saturated += (tl.abs(scaled) > FP8_MAX).to(tl.int32)
         if HAS_CODES:
             byte = tl.load(codes + offsets, mask=inside, other=0)
             code = byte.to(CODES, bitcast=True).to(tl.float32)
         else:
-            # Comparisons rather than a clamp, for they leave NaN where it is.
-            clamped = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)
-            clamped = tl.where(clamped < -FP8_MAX, -FP8_MAX, clamped)
-            power = (clamped.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-            magic = tl.where(power < MIN_NORMAL, MIN_NORMAL, power) * MAGIC
-            code = (clamped + magic) - magic
-        before += (x != 0.0).to(tl.int32)
-        after += (code != 0.0).to(tl.int32)
-        is_nan = x != x
-        nonfinite += (is_nan | (tl.abs(x) == float("inf"))).to(tl.int32)
-        difference = (scaled - code) / scale
-        error += difference * difference
-        square += x * x
-        amax = tl.maximum(amax, tl.where(is_nan, 0.0, tl.abs(x)))
+            code = cast(scaled, FP8_MAX, MIN_NORMAL, MAGIC)
+        s, b, a, n, e, q = tally(x, scale, scaled, code, FP8_MAX)
+        saturated += s
+        before += b
+        after += a
+        nonfinite += n
+        error += e
+        square += q
+        amax = tl.maximum(amax, tl.where(x != x, 0.0, tl.abs(x)))
         start += programs * BLOCK
     place = tensor * programs + program
     tl.store(counts + place * 4, tl.sum(saturated, 0).to(tl.int64))

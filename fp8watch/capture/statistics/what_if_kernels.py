@@ -34,11 +34,7 @@ _COUNTS, _SUMS = 1 + 2 * len(CANDIDATES), 1 + len(CANDIDATES)
 def _lost(x, scale, inverse, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Saturated and left over (int32), squared error (float32) of one cast, element by element."""
     scaled = x * scale
-    clamped = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)  # comparisons leave NaN where it is
-    clamped = tl.where(clamped < -FP8_MAX, -FP8_MAX, clamped)
-    power = (clamped.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    magic = tl.where(power < MIN_NORMAL, MIN_NORMAL, power) * MAGIC
-    code = (clamped + magic) - magic
+    code = kernels.cast(scaled, FP8_MAX, MIN_NORMAL, MAGIC)
     difference = (scaled - code) * inverse
     return (tl.abs(scaled) > FP8_MAX).to(tl.int32), (code != 0.0).to(tl.int32), difference * difference
 

@@ -1,0 +1,64 @@
+"""Parameters that are trained and never get a gradient: an adapter that is not called, a branch cut off by `detach`.
+
+The norm over all gradients does not show them, for others have one. Asked is only whether `.grad` is there, on the
+host, with nothing waited for; and nearly always nothing is asked: all parameters are looked at now and then, those
+without a gradient at the updates that follow, until they have one, are frozen, or have been without long enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+LOOK_EVERY = 256
+"""Updates between looks at all parameters (0.1 us each): what is unfrozen in mid-run is met by then."""
+PATIENCE = 20
+"""Updates without a gradient before it is said: an expert that got no tokens in one step is none of them."""
+
+
+class MissingGradients:
+    """Of one optimizer's parameters, by their names in the model."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._updates = 0
+        self._without: dict[int, tuple[torch.Tensor, int]] = {}
+        """Parameters without a gradient, and the update at which that was seen first."""
+        self._told: set[int] = set()
+
+    def look(self) -> list[str]:
+        """At an update, with its gradients complete: names of those that have been without for `PATIENCE` updates, each
+        once. Never those of a step in which no parameter has a gradient."""
+        self._updates += 1
+        if self._updates % LOOK_EVERY == 1:
+            self._collect()
+        if not self._without:
+            return []
+        found = []
+        for key, (parameter, since) in list(self._without.items()):
+            if parameter.grad is not None or not parameter.requires_grad:
+                del self._without[key]
+            elif self._updates - since >= PATIENCE:
+                del self._without[key]
+                self._told.add(key)
+                found.append(parameter)
+        return self._names(found) if found else []
+
+    def _collect(self) -> None:
+        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        without = [parameter for parameter in trained if parameter.grad is None]
+        if len(without) == len(trained):
+            return
+        for parameter in without:
+            if id(parameter) not in self._told:
+                self._without.setdefault(id(parameter), (parameter, self._updates))
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _names(self, parameters: list[torch.Tensor]) -> list[str]:
+        known = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        places = {id(parameter): i for i, parameter in enumerate(self._parameters())}
+        return [known.get(id(p)) or f"the optimizer's parameter {places.get(id(p), '?')}" for p in parameters]
