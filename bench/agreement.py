@@ -1,6 +1,6 @@
 """What agreeing costs a step: the same training steps with and without the vote at each boundary, real ranks on gloo.
 
-    python bench/agreement.py [--ranks 2 4] [--blocks 30] [--steps 20] [--out FILE]
+    python bench/agreement.py [--ranks 2 4 8] [--blocks 30] [--steps 20] [--out FILE]
 
 Each rank does a fixed piece of work and an all-reduce of gradients, as data-parallel training does; blocks of steps
 with and without the vote alternate in one process. `votes` is the vote at each boundary, started at one and waited for
@@ -40,7 +40,7 @@ BARS_MS = {"votes": 1.0, "votes and verdicts": None}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--blocks", type=int, default=30, help="pairs of blocks")
     parser.add_argument("--steps", type=int, default=20, help="steps a block")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "agreement.json")

@@ -3,12 +3,13 @@
     python bench/agreement_stress.py [--sequences 200] [--launches 4] [--ranks 4] [--seed 0] [--out FILE]
 
 Each launch plays its share of the sequences one after the other in the same processes (torch takes seconds to load). A
-sequence is a data-parallel training run in emulated FP8 with dropout, a shuffled loader and checkpoints, some thirty
+sequence is a data-parallel training run in emulated FP8 with dropout, a shuffled loader and checkpoints, some twenty
 steps long; commands come over a real socket in the real wire format, at random steps, late on some ranks or never.
 Faults: a slow rank, a rank that cannot do it, a rank on which it fails after the vote, damaged and missing shards, a
 full disk, a connection that is cut, a disarmed rank, a repeated command. A sequence passes when at each step that all
 ranks made the parameters are the same on all of them (compared bit by bit through a checksum), when all ended alike,
-and when the log of what was carried out, with the steps, is the same on all ranks.
+and when the log of what was carried out, with the steps, is the same on all ranks. `lag_steps` are the steps from the
+frame that a command was the answer to until it was carried out, of commands that were sent to all ranks at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import os
 import random
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,11 +35,12 @@ from result_head import head
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "agreement"))
 
+import forked_ranks  # noqa: E402
 from fake_controller import Cut, FakeController, Order  # noqa: E402
 
 from fp8watch.records import Command, CommandResult  # noqa: E402
 
-STEPS, EVERY, NEVER = 30, 5, 10**6
+STEPS, EVERY, NEVER = 24, 5, 10**6
 ACTS = "{version: 1, mode: auto, rules: [{name: n, when: {detector: nonfinite}, ladder: [{action: halt}]}]}"
 ORDERS: list[tuple[str, dict[str, Any]]] = [
     ("hold_lr", {"factor": 0.5}), ("rewarm", {"steps": 5, "start_factor": 0.1}), ("tighten_clip", {"max_norm": 0.05}),
@@ -67,7 +68,7 @@ def draw(seed: int, number: int, ranks: int) -> Sequence:
     chance = random.Random(f"{seed}-{number}")
     name = f"s{seed}-{number}"
     orders: list[Order] = []
-    step = chance.randint(3, 8)
+    step = chance.randint(3, 7)
     for index in range(1, chance.randint(2, 5) + 1):
         action, params = chance.choice(ORDERS)
         verb = "apply"
@@ -86,13 +87,13 @@ def draw(seed: int, number: int, ranks: int) -> Sequence:
         orders.append(Order(command=command, after=step, late=late, is_up_to_date=chance.random() < 0.9))
         if chance.random() < 0.1:
             orders.append(orders[-1])  # sent twice
-        step += chance.randint(2, 7)
+        step += chance.randint(2, 5)
     faults = {rank: chance.choice(FAULTS) for rank in range(ranks) if chance.random() < 0.4}
     cuts = [Cut(rank=rank, at=chance.randint(4, 15)) for rank, fault in faults.items() if fault == "cut"]
     return Sequence(name=name, orders=orders, faults=faults, cuts=cuts)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=200)
     parser.add_argument("--launches", type=int, default=4)
@@ -101,7 +102,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "agreement_stress.json")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--numbers", type=int, nargs="*", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     if chosen.as_rank is not None:
         return as_rank(chosen.as_rank, chosen.seed, chosen.numbers)
     rows: list[dict[str, Any]] = []
@@ -112,6 +113,9 @@ def main() -> int:
     carried_out = Counter(what["action"] for row in rows for what in row["log"])
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps(report(rows, chosen), indent=1) + "\n")
+    lags = sorted(lag for row in rows for lag in row.get("lag_steps", ()))
+    if lags:
+        print(f"steps from decision to carried out: median {lags[len(lags) // 2]}, largest {lags[-1]}")
     print(f"{len(rows) - len(bad)} of {len(rows)} sequences passed; carried out: {dict(sorted(carried_out.items()))}")
     for row in bad:
         print(f"  {row['name']}: {row['why']}")
@@ -134,24 +138,15 @@ def play(seed: int, numbers: list[int], ranks: int) -> list[dict[str, Any]]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "agent")]),
     }  # fmt: skip
     arguments = ["--as-rank", str(out), "--seed", str(seed), "--numbers", *map(str, numbers)]
-    processes = []
-    for rank in range(ranks):
-        with (out / f"stderr-{rank}").open("w") as log:
-            mine = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen([sys.executable, __file__, *arguments], env=mine, stderr=log))
-    try:
-        codes = [process.wait(60 + 20 * len(numbers)) for process in processes]
-    except subprocess.TimeoutExpired:
-        codes = [-1] * ranks
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    environments = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    logs = [out / f"stderr-{rank}" for rank in range(ranks)]
+    processes = forked_ranks.start(Path(__file__), arguments, environments, logs)
+    codes = forked_ranks.codes(processes, 60 + 20 * len(numbers))
     time.sleep(0.2)
     controller.close()
     rows = [judge(sequence, out, ranks, controller.results[sequence.name]) for sequence in sequences]
-    if any(codes):
-        said = [(out / f"stderr-{rank}").read_text()[-2000:] for rank in range(ranks)]
+    if any(codes) or None in codes:
+        said = [log.read_text()[-2000:] for log in logs]
         print(f"ranks ended with {codes}", *said, sep="\n", file=sys.stderr)
     shutil.rmtree(sockets)
     shutil.rmtree(out)
@@ -177,6 +172,13 @@ def judge(sequence: Sequence, out: Path, ranks: int, results: list[CommandResult
     if any(log != logs[0] for log in logs):
         why = why or f"they carried out different things: {logs}"
     actions = {order.command.id: order.command.action for order in sequence.orders}
+    sent = {(order.command.id, order.command.verb): order for order in sequence.orders}
+    lags = [
+        step - order.after
+        for id_, verb, step in logs[0]
+        if not (order := sent[id_, verb]).late and order.is_up_to_date and step >= order.after
+    ]
+    row["lag_steps"] = lags
     log = [{"id": id_, "action": actions[id_], "verb": verb, "step": step} for id_, verb, step in logs[0]]
     row |= {"log": log, "ended": lines[0][-1]["ended"], "steps": len(lines[0]) - 1, "answers": len(results)}
     return {**row, "pass": not why, "why": why}
@@ -305,15 +307,14 @@ def hurt(watch: Any, fault: str, chance: random.Random) -> None:
 
         manager.load = rotten
     elif fault == "full":
-        begin = underway.Underway.begin
+        write_files = underway.write_files
 
-        def full(saving: Any, parts: Any, storage: Any) -> None:
-            if saving.step in (5, 15) and saving.folder.parent == manager.root:
-                saving._give_up("No space left on device")
-                raise underway.CheckpointError(f"checkpoint of step {saving.step} could not be saved: {errno.ENOSPC}")
-            begin(saving, parts, storage)
+        def full(folder: Path, files: Any) -> Any:
+            if folder.parent == manager.root and any(f"step-{step:08d}" in folder.name for step in (5, 15)):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write_files(folder, files)
 
-        underway.Underway.begin = full  # type: ignore[method-assign]
+        underway.write_files = full
 
 
 def report(rows: list[dict[str, Any]], chosen: argparse.Namespace) -> dict[str, Any]:

@@ -16,4 +16,4 @@ class Bf16All(HighPrecision):
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`."""
         given = {key: value for key, value in params.items() if key != "layers"}
-        return self._hold(step, given, list(self._controls().modules()))
+        return self._hold(step, given, self._modules())

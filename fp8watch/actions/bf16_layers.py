@@ -16,4 +16,4 @@ class Bf16Layers(HighPrecision):
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`."""
-        return self._hold(step, params, read.names(params, "layers", self._controls().modules()))
+        return self._hold(step, params, read.names(params, "layers", self._modules(), self._context.elsewhere))

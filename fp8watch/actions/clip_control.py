@@ -5,7 +5,8 @@ the same limit. While a limit of ours holds, `before_step` clips inside the opti
 all of the optimizer's gradients, when no single clip of the loop was taken over all of them as they are now (it never
 clips, clips some only or in several calls, or changes gradients afterwards). Which gradients a clip covered is told
 by the tensors and their version counters; a change through `.data` does not count there. Of sharded gradients
-(DTensor) torch computes the norm of the whole over all ranks; what is kept of it is reduced likewise.
+(DTensor) torch computes the norm of the whole over all ranks; what is kept of it is reduced likewise. Of a pipeline
+whose stages are known (`mesh=`) the norm is that of all stages (`fp8watch.actions.stages`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from fp8watch.actions.stages import SharedNorm, Stages, together
+from fp8watch.actions.tensor_clip import TensorClip
 from fp8watch.checkpoints.sharding import is_sharded
 
 CLIP_WINDOW = 300
@@ -91,11 +94,21 @@ def whole(norm: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _whole_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    return whole(total_norm(gradients, norm_type))
+
+
 class ClipControl:
     """The clip limit of one optimizer's gradients."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, stages: Stages | None = None) -> None:
+        """`stages`: of a run whose model is cut into pipeline stages."""
         self._optimizer = optimizer
+        self._stages = stages
+        self.share_norm: SharedNorm | None = None
+        """How the stages tell each other their norms before an optimizer step, while a limit of ours holds."""
+        self.tensors: TensorClip | None = None
+        """Limits of single gradients, after that of all; None: there are none."""
         self._limit: float | None = None
         self._user_limit: float | None = None
         self._readings: list[ClipReading] = []
@@ -148,6 +161,16 @@ class ClipControl:
         return self._failure
 
     @property
+    def is_at_rest(self) -> bool:
+        """`before_step` has nothing to do."""
+        return self._limit is None and self._failure is None and self.tensors is None
+
+    @property
+    def has_current(self) -> bool:
+        """Whether anything was clipped since the last `take`: `current`, without working it out."""
+        return bool(self._readings)
+
+    @property
     def current(self) -> ClipReading | None:
         """What was clipped since the last `take`, calls for several sets of parameters combined."""
         if not self._readings:
@@ -190,20 +213,38 @@ class ClipControl:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._user_limit = float(max_norm)
         limit = self._user_limit if self._limit is None else min(self._user_limit, self._limit)
-        norm = torch_clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite, foreach)
+        norm = self.clip(parameters, limit, norm_type, error_if_nonfinite, foreach)
         self._note(norm, limit, by_user=True)
         self._cover(norm, norm_type, parameters)
         return norm
 
+    def clip(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """With exactly this limit, noting nothing: what the loop's call is after `detach`."""
+        if self._stages is None:
+            return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return self._stages.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach, _whole_norm)
+
     def before_step(self) -> None:
         """In the optimizer wrapper, before the skip guard: clip what the loop did not, if we have a limit."""
+        self._failure = None
         try:
-            if self._limit is not None:
+            if self._limit is not None and self.share_norm is not None:
+                self._hold_limit_of_all(self._limit, self.share_norm)
+            elif self._limit is not None:
                 self._hold_limit(self._limit)
+            if self.tensors is not None:
+                parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+                self.tensors.clip(parameters, getattr(self._optimizer, "grad_scale", None))
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
-        self._failure = None
 
     def _hold_limit(self, limit: float) -> None:
         gradients = gradients_of(self._optimizer)
@@ -213,8 +254,31 @@ class ClipControl:
             if all(cover.holds(gradient) for gradient in gradients):
                 self._check(gradients, cover.norm_type)
                 return
+        self._clip_all(gradients, limit, self._unscaled(total_norm(gradients)))
+
+    def _hold_limit_of_all(self, limit: float, share: SharedNorm) -> None:
+        """Of a pipeline: at every update, whatever the loop has clipped, for no stage knows what the others' did.
+
+        What was clipped by the norm of all stages already stays as it is.
+        """
+        own, gradients = 0.0, list[torch.Tensor]()
+        try:
+            gradients = gradients_of(self._optimizer)
+            own = float(whole(self._unscaled(total_norm(gradients)))) if gradients else 0.0
+        except Exception as error:  # not let out, or nobody would ask here any more while the others wait for an answer
+            self._failure, gradients = f"{type(error).__name__}: {error}", []
+        norms = share(own)
+        if not gradients:
+            return
+        norm = together(torch.tensor([own] if norms is None else norms), 2.0).to(gradients[0].device)
+        if bool(torch.isfinite(norm)):
+            self._clip_all(gradients, limit, norm)
+        else:  # clipping would spoil the finite gradients too; the guard leaves the update out
+            self._note(norm, limit, by_user=False)
+            self._cover(norm, 2.0, [p for group in self._optimizer.param_groups for p in group["params"]])
+
+    def _clip_all(self, gradients: list[torch.Tensor], limit: float, norm: torch.Tensor) -> None:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = self._unscaled(total_norm(gradients))
         for mesh in {getattr(gradient, "device_mesh", None) for gradient in gradients}:
             clip_grads_with_norm_([p for p in parameters if getattr(p.grad, "device_mesh", None) == mesh], limit, norm)
         self._note(norm, limit, by_user=False)

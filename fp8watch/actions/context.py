@@ -44,6 +44,8 @@ class ActionContext:
 
     halt_reason: str | None = None
     """Set by `halt`: the core raises `Halted` with it at the end of the boundary."""
+    elsewhere: tuple[str, ...] = ()
+    """FP8 modules that other ranks hold and this one does not (pipeline stages, experts): nothing to do for them."""
     high_precision: dict[str, list[str]] = field(default_factory=dict)
     """What holds modules in BF16: key of an applied action -> its modules. A rollback leaves them there."""
 

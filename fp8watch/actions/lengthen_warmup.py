@@ -1,4 +1,9 @@
-"""`lengthen_warmup`: while the schedule still warms up, walk it more slowly."""
+"""`lengthen_warmup`: while the schedule still warms up, walk it more slowly.
+
+A schedule that may be asked for the LRs of other steps is walked by its formula, and the end of its warm-up is known
+from the beginning on. Of any other what was seen is enough, for the slow walk never comes to where the schedule has
+not been.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from fp8watch.actions.context import ActionContext
 from fp8watch.actions.lr_actions import LrAction
 from fp8watch.actions.lr_curve import LrCurve
 from fp8watch.actions.lr_rules import Stretch
+from fp8watch.actions.lr_seen import SeenCurve, SeenStretch
 from fp8watch.errors import ActionError
 
 MAX_STEPS = 1_000_000
@@ -24,14 +30,25 @@ class LengthenWarmup(LrAction):
     def __init__(self, context: ActionContext) -> None:
         super().__init__(context)
         self._curve = LrCurve(context.lr_scheduler, context.optimizer)
+        self._seen: SeenCurve | None = None
+        if self._curve.unavailable is not None and self._control.position is not None:
+            self._seen = self._control.seen = SeenCurve()
 
     @property
     def warmup_steps(self) -> int | None:
         """Position at which the schedule's warm-up ends, None where that is not known."""
-        return self._curve.warmup_steps
+        return self._curve.warmup_steps if self._seen is None else self._seen.warmup_steps
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the LR is seen to rise from the beginning on, of a schedule whose warm-up ends nobody knows where."""
+        return self._seen is not None and self._seen.is_rising
 
     def unavailable(self) -> str | None:
         """No scheduler, one that cannot be evaluated, no warm-up, or one that is over."""
+        if self._seen is not None:
+            why = super().unavailable() or self._seen.why_not()
+            return why if why is None or self._seen.warmup_steps else f"{self._curve.unavailable}; {why}"
         reason = super().unavailable() or self._curve.unavailable
         if reason is not None:
             return reason
@@ -51,6 +68,9 @@ class LengthenWarmup(LrAction):
             raise ActionError(reason)
         start = self._control.position
         assert start is not None
+        if self._seen is not None:
+            rule = SeenStretch(self._seen, start=start, stretch=stretch)
+            return self._stand(step, params, rule, replaces=True, start=start)
         factors = self._factors(start, stretch)
         return self._stand(
             step,

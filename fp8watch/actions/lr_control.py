@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fp8watch.actions.lr_rules import Lr, LrRule
+from fp8watch.actions.lr_seen import SeenCurve
 
 
 class LrControl:
@@ -26,6 +27,8 @@ class LrControl:
         self._effective: list[Lr] = []
         self._is_disturbed = False
         self._position: int | None = None
+        self.seen: SeenCurve | None = None
+        """Told at each update what the schedule has set, where that has to be learnt."""
 
     def unavailable(self) -> str | None:
         """Why the LR cannot be changed; None: it can."""
@@ -79,6 +82,8 @@ class LrControl:
             self.leave()
         self._scheduled = []
         position = self._position = self.position
+        if self.seen is not None:
+            self.seen.note(position, [group["lr"] for group in self._optimizer.param_groups])
         for index, group in enumerate(self._optimizer.param_groups):
             original: Lr = group["lr"]
             lr = original

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fp8watch.errors import ActionError
@@ -54,14 +54,15 @@ def flag(params: Mapping[str, Any], name: str, default: bool = False) -> bool:
     return value
 
 
-def names(params: Mapping[str, Any], name: str, known: Sequence[str]) -> list[str]:
-    """A non-empty list of known names, each once, in the order given. Raises `ActionError`."""
+def names(params: Mapping[str, Any], name: str, known: Sequence[str], elsewhere: Collection[str] = ()) -> list[str]:
+    """A non-empty list of known names, each once, in the order given, without those `elsewhere`, on which there is
+    nothing to do here. Raises `ActionError`."""
     value = params.get(name)
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple) or not value or not all(isinstance(item, str) for item in value):
         raise ActionError(f"{name} is {value!r}, a list of names is needed")
-    unknown = [item for item in value if item not in known]
+    unknown = [item for item in value if item not in known and item not in elsewhere]
     if unknown:
         raise ActionError(f"{name}: unknown {', '.join(unknown)}")
-    return list(dict.fromkeys(value))
+    return [item for item in dict.fromkeys(value) if item in known]

@@ -13,6 +13,7 @@ from fp8watch.errors import ActionError
 
 TENSORS = ("input", "weight", "grad_output")
 """The tensors of a linear module that have a scale."""
+NOTHING_HERE = ReadBack(ok=True, observed={"modules": 0}, detail="the modules are on other ranks")
 _keys = itertools.count(1)
 
 
@@ -27,11 +28,25 @@ class Fp8Action:
     def unavailable(self) -> str | None:
         """See `Action`."""
         controls = self._context.controls
+        if self._is_elsewhere():
+            return None
         if controls is None or not controls.modules():
             return "no FP8 module was found in the model"
         # A framework that keeps no scales says which actions it leaves nothing to do for, and why.
         reasons: dict[str, str] = getattr(controls, "unavailable", {})
         return reasons.get(self.name)
+
+    def _modules(self) -> list[str]:
+        """The FP8 modules of this rank."""
+        controls = self._context.controls
+        return [] if controls is None else list(controls.modules())
+
+    def _is_elsewhere(self) -> bool:
+        """Whether all FP8 modules are on other ranks: then there is nothing to do here, and that is no failure."""
+        return bool(self._context.elsewhere) and not self._modules()
+
+    def _nothing_here(self, step: int, params: dict[str, Any]) -> Applied:
+        return Applied(step=step, params=params, before={}, expected={"elsewhere": True})
 
     def _controls(self) -> Fp8Controls:
         if reason := self.unavailable():
@@ -48,6 +63,8 @@ class HighPrecision(Fp8Action):
     """Base of `bf16_layers` and `bf16_all`: modules held in BF16 until nothing holds them any more."""
 
     def _hold(self, step: int, params: dict[str, Any], modules: list[str]) -> Applied:
+        if not modules and self._context.elsewhere:
+            return self._nothing_here(step, params)
         controls = self._controls()
         held = {module for modules in self._context.high_precision.values() for module in modules}
         controls.set_high_precision(modules, high_precision=True)
@@ -75,6 +92,8 @@ class HighPrecision(Fp8Action):
 
     def read_back(self, applied: Applied) -> ReadBack:
         """What the modules did in their last forward, once a step has passed."""
+        if "elsewhere" in applied.expected:
+            return NOTHING_HERE
         if applied.expected["hold"] not in self._context.high_precision:
             return ReadBack(ok=False, detail="given back already")
         if not self._has_updated(applied):
@@ -92,11 +111,13 @@ class HighPrecision(Fp8Action):
 
     def revert(self, applied: Applied) -> None:
         """Give `params["layers"]` back to FP8 (by default all of the action's), unless another action holds them."""
+        if "elsewhere" in applied.expected:
+            return
         key = applied.expected["hold"]
         held = self._context.high_precision.get(key)
         if held is None:
             return
-        wanted = read.names(applied.params, "layers", held)
+        wanted = read.names(applied.params, "layers", held, self._context.elsewhere)
         rest = [name for name in held if name not in wanted]
         others = {name for k, names in self._context.high_precision.items() if k != key for name in names}
         back = [name for name in wanted if name not in others]

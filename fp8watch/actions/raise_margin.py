@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
-from fp8watch.actions.precision import Fp8Action, scale_names
+from fp8watch.actions.precision import NOTHING_HERE, Fp8Action, scale_names
 from fp8watch.errors import ActionError
 
 
@@ -20,7 +20,7 @@ class RaiseMargin(Fp8Action):
     def unavailable(self) -> str | None:
         """Also where the recipe has no margin."""
         reason = super().unavailable()
-        if reason is None and self._controls_margin() is None:
+        if reason is None and not self._is_elsewhere() and self._controls_margin() is None:
             return "the recipe in use has no margin"
         return reason
 
@@ -30,6 +30,8 @@ class RaiseMargin(Fp8Action):
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`."""
         bits = read.number(params, "bits", 1.0, above=0.0, at_most=8.0)
+        if self._is_elsewhere():
+            return self._nothing_here(step, params)
         controls = self._controls()
         before = controls.margin()
         if before is None:
@@ -50,6 +52,8 @@ class RaiseMargin(Fp8Action):
         A setting that the scale update does not read is the classic silent no-op. The scales of a healthy run
         move by a fraction of a power of two in a step, and not all the same way: their median tells.
         """
+        if "elsewhere" in applied.expected:
+            return NOTHING_HERE
         controls = self._controls()
         margin, wanted, bits = controls.margin(), applied.expected["margin"], applied.expected["bits"]
         if margin is None or not math.isclose(margin, wanted):
@@ -68,6 +72,8 @@ class RaiseMargin(Fp8Action):
 
     def revert(self, applied: Applied) -> None:
         """Take the bits off again; what others have added since stays."""
+        if "elsewhere" in applied.expected:
+            return
         controls = self._controls()
         margin = controls.margin()
         if margin is None:

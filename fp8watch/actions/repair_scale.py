@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
-from fp8watch.actions.precision import TENSORS, Fp8Action, scale_names
+from fp8watch.actions.precision import NOTHING_HERE, TENSORS, Fp8Action, scale_names
 from fp8watch.errors import ActionError
 
 
@@ -18,14 +18,19 @@ class RepairScale(Fp8Action):
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`."""
-        controls = self._controls()
+        if self._is_elsewhere():
+            return self._nothing_here(step, params)
+        controls, elsewhere = self._controls(), self._context.elsewhere
         readable = scale_names(controls)
         tensors = readable
         if params.get("tensors"):
-            tensors = read.names(params, "tensors", readable)
+            others = [f"{module}:{tensor}" for module in elsewhere for tensor in TENSORS]
+            tensors = read.names(params, "tensors", readable, others)
         elif params.get("layers"):
-            layers = read.names(params, "layers", controls.modules())
+            layers = read.names(params, "layers", controls.modules(), elsewhere)
             tensors = [n for layer in layers for t in TENSORS if (n := f"{layer}:{t}") in readable]
+        if not tensors and elsewhere:
+            return self._nothing_here(step, params)
         before = controls.scales(tensors)
         repaired = controls.repair_scales(tensors)
         if not repaired:
@@ -39,6 +44,8 @@ class RepairScale(Fp8Action):
 
     def read_back(self, applied: Applied) -> ReadBack:
         """One step later the scales are those set, or have moved on from there, but not back to where they were."""
+        if "elsewhere" in applied.expected:
+            return NOTHING_HERE
         wanted, before = applied.expected["scales"], applied.before["scales"]
         now = self._controls().scales(list(wanted))
         bad = [name for name, scale in now.items() if not (math.isfinite(scale) and scale > 0)]

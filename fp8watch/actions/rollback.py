@@ -143,8 +143,9 @@ class Rollback:
             for change in params.get("changes") or []
         ]
         margin = None if context.controls is None else context.controls.margin()
+        single = None if context.clip.tensors is None else context.clip.tensors.ratio
         rules = sorted(f"{key.partition(':')[0]} {rule}" for key, rule in context.lr.rules.items())
-        content = repr((held, context.clip.limit, margin, rules, changes))
+        content = repr((held, context.clip.limit, single, margin, rules, changes))
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     @staticmethod

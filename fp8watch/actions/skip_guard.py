@@ -86,6 +86,11 @@ class SkipGuard:
         return bool(self._reasons)
 
     @property
+    def is_at_rest(self) -> bool:
+        """`before_step` has nothing to do: not armed, and nothing of the last update to forget."""
+        return not (self._reasons or self._has_let_go or self._failure is not None or self._skipped is not False)
+
+    @property
     def consulted(self) -> int:
         """Updates that it decided about while armed."""
         return self._consulted
@@ -113,12 +118,12 @@ class SkipGuard:
         self._was_asked = True
         self._skipped = False
         self._has_let_go = False
+        self._failure = None
         try:
             is_left_out = bool(self._reasons) and self._decide(may_act=may_act)
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
-        self._failure = None
         self._consulted += bool(self._reasons)
         return is_left_out
 
@@ -153,9 +158,9 @@ class SkipGuard:
         try:
             flag = self._not_finite()
             is_bad = flag is not None and bool(flag)
-        finally:  # the others wait for an answer, whatever went wrong here
-            is_bad = ask(is_bad, may_act)
-        return is_bad
+        except Exception as error:  # not let out, or nobody would ask here any more while the others wait for an answer
+            self._failure = f"{type(error).__name__}: {error}"
+        return ask(is_bad, may_act)
 
     def after_step(self) -> None:
         """Take back what `before_step` put into the optimizer. Also called for an update it was not asked about."""

@@ -9,14 +9,19 @@ from typing import Any
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.tensor_clip import TensorClip
+from fp8watch.checkpoints.sharding import is_sharded
 from fp8watch.errors import ActionError
 
+SINGLE = "tighten_clip per tensor"
+"""For this the guard against norms that are not finite is armed too."""
 NON_FINITE_WINDOW = 4
 """Recent norms that have to be finite: clipping turns a norm that is not into gradients of 0 or NaN."""
 
 
 class TightenClip:
-    """Limit `max_norm`, or `factor` times the limit in force (without one: times the median recent norm).
+    """Limit `max_norm`, or `factor` times the limit in force (without one: times the median recent norm); or with
+    `per_tensor` a limit for each gradient tensor, so many times what its own norm has been.
 
     While it holds, an update whose norm is not finite is left out.
     """
@@ -27,6 +32,11 @@ class TightenClip:
         self._clip = context.clip
         self._skip = context.skip
         self._optimizer = context.optimizer
+
+    def _why_not_single(self) -> str | None:
+        if any(is_sharded(p) for group in self._optimizer.param_groups for p in group["params"]):
+            return "per_tensor: the gradients are sharded, and each norm would take a collective call of its own"
+        return None
 
     def unavailable(self) -> str | None:
         """See `Action`."""
@@ -40,6 +50,8 @@ class TightenClip:
         norms = self._clip.recent_norms()
         if any(not math.isfinite(norm) for norm in norms[-NON_FINITE_WINDOW:]):
             raise ActionError("the gradient norm is not finite; clipping turns such gradients into 0 or NaN")
+        if params.get("per_tensor") is not None:
+            return self._apply_to_tensors(step, params)
         before = self._clip.limit
         in_force = min((limit for limit in (before, self._clip.user_limit) if limit is not None), default=None)
         limit = self._limit(params, norms, in_force)
@@ -56,6 +68,35 @@ class TightenClip:
             expected={"limit": limit, "after_clip": self._clip.calls},
         )
 
+    def _apply_to_tensors(self, step: int, params: dict[str, Any]) -> Applied:
+        ratio = read.number(params, "per_tensor", at_least=1.0, at_most=100.0)
+        if params.get("max_norm") is not None or params.get("factor") is not None:
+            raise ActionError("per_tensor goes alone: a limit of the whole norm is an action of its own")
+        if reason := self._why_not_single():
+            raise ActionError(reason)
+        if self._clip.tensors is not None:
+            raise ActionError(f"single tensors are limited already, to {self._clip.tensors.ratio:g} times their norms")
+        self._clip.tensors = TensorClip(ratio)
+        self._skip.arm(SINGLE)
+        return Applied(
+            step=step, params=params, before={"per_tensor": None},
+            expected={"per_tensor": ratio, "begun": self._clip.tensors.number},
+        )  # fmt: skip
+
+    def _read_back_tensors(self, applied: Applied) -> ReadBack:
+        mine = self._clip.tensors
+        if self._clip.failure is not None:
+            return ReadBack(ok=False, detail=self.unavailable() or "")
+        if mine is None or mine.number != applied.expected["begun"]:
+            return ReadBack(ok=False, detail="the limit of single tensors does not stand any more")
+        if mine.updates < 2 or mine.worst is None or mine.num_clipped is None:
+            return ReadBack(ok=None, detail="two updates are needed: the first gives the limits of the next")
+        worst = float(mine.worst)
+        observed = {"per_tensor": mine.ratio, "largest_over_limit": worst, "clipped_tensors": int(mine.num_clipped)}
+        if worst > 1.0 + 1e-2:
+            return ReadBack(ok=False, observed=observed, detail="a gradient's norm is above its limit after clipping")
+        return ReadBack(ok=True, observed=observed)
+
     @staticmethod
     def _limit(params: dict[str, Any], norms: list[float], in_force: float | None) -> float:
         if params.get("max_norm") is not None:
@@ -69,6 +110,8 @@ class TightenClip:
 
     def read_back(self, applied: Applied) -> ReadBack:
         """The limit of the last clip, and the norm of what the optimizer got, measured over all its gradients."""
+        if "per_tensor" in applied.expected:
+            return self._read_back_tensors(applied)
         limit = applied.expected["limit"]
         if self._clip.failure is not None:
             return ReadBack(ok=False, detail=self.unavailable() or "")
@@ -91,6 +134,11 @@ class TightenClip:
 
     def revert(self, applied: Applied) -> None:
         """Back to the limit that held before; a later one of ours stays."""
+        if "per_tensor" in applied.expected:
+            if self._clip.tensors is not None and self._clip.tensors.number == applied.expected["begun"]:
+                self._clip.tensors = None
+                self._skip.disarm(SINGLE)
+            return
         if self._clip.limit != applied.expected["limit"]:
             return
         before = applied.before["our_limit"]

@@ -19,6 +19,25 @@ def parameter_checksum(model: torch.nn.Module) -> str:
     return sum_bits(model.parameters())
 
 
+def all_finite(model: torch.nn.Module) -> bool:
+    """Whether every parameter is a number everywhere, in this rank's part. Reads them once; a device is waited for
+    once. A kind of tensor whose extremes cannot be taken counts as one of numbers."""
+    extremes = []
+    for parameter in model.parameters():
+        data = local_of(parameter).detach()
+        if not data.numel() or not (data.is_floating_point() or data.is_complex()):
+            continue
+        data = torch.view_as_real(data) if data.is_complex() else data
+        try:
+            extremes += [value.float() for value in torch.aminmax(data.float() if data.element_size() == 1 else data)]
+        except (RuntimeError, TypeError):
+            continue
+    if not extremes:
+        return True
+    first = extremes[0].device
+    return bool(torch.isfinite(torch.stack([value.to(first) for value in extremes])).all())
+
+
 def sum_bits(tensors: Iterable[torch.Tensor]) -> str:
     """Bits of each tensor summed as 64-bit integers, weighted by place, and the sums hashed: hexadecimal, 64 bit.
 

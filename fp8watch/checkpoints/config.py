@@ -42,6 +42,8 @@ class Checkpoints:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"Checkpoints({name}={value!r}): a whole number of at least {least} is needed")
+        if not isinstance(self.path, str | Path) or not str(self.path).strip():
+            raise ValueError(f"Checkpoints({self.path!r}): the folder that checkpoints go into is needed")
         if self.format not in ("torch", "dcp"):
             raise ValueError(f"Checkpoints(format={self.format!r}): torch or dcp")
         if self.background and self.format != "dcp":

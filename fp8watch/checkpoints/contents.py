@@ -85,9 +85,11 @@ def own_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def describe_part(
-    parts: TrainingParts, captured: Captured, files: dict[str, FileEntry], *, rank: int, checksum: str | None = None
-) -> RankPart:
-    """What this rank has saved. `checksum`: of the parameters, where it was taken before."""
+    parts: TrainingParts, captured: Captured, files: dict[str, FileEntry], *, rank: int, checksum: str | None = None,
+    is_finite: bool = True,
+) -> RankPart:  # fmt: skip
+    """What this rank has saved. `checksum`: of the parameters, where it was taken before; `is_finite`: whether they
+    are all numbers."""
     return RankPart(
         rank=rank,
         samples=captured.samples,
@@ -95,6 +97,7 @@ def describe_part(
         absent=captured.absent,
         learning_rate=[float(group["lr"]) for group in parts.optimizer.param_groups],
         parameter_checksum=checksum or parameter_checksum(parts.model),
+        is_finite=is_finite,
         rng_sha256=captured.rng_sha256,
         files=files,
     )
@@ -135,6 +138,7 @@ def describe(
         files={**(shared or {}), **{name: entry for part in saved for name, entry in part.files.items()}},
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
         layout=place.layout,
+        not_finite=[part.rank for part in saved if not part.is_finite],
         storage=storage,
         ranks=[] if place.layout == "whole" else list(saved),
     )

@@ -22,9 +22,11 @@ import msgspec
 from fp8watch.checkpoints import rotation
 from fp8watch.checkpoints.config import Checkpoints
 from fp8watch.checkpoints.ledger import Ledger, Rollback, to_record
+from fp8watch.checkpoints.manifest import Manifest
 from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.checkpoints.place import Place, layout_of, unsupported
 from fp8watch.checkpoints.restore import Loaded, RestoreReport, Unfit, check, load_verified, put_back
+from fp8watch.checkpoints.space import expected_bytes, shortage
 from fp8watch.checkpoints.storage import storage_of
 from fp8watch.checkpoints.targets import resume_candidates, rollback_target
 from fp8watch.checkpoints.trial import MAX_TRIALS, Trial
@@ -96,7 +98,20 @@ class CheckpointManager:
     @property
     def notes(self) -> list[str]:
         """What was found amiss on opening, for the person who trains."""
-        return self.ledger.notes
+        return [*self.ledger.notes, *self._space_notes()]
+
+    def _space_notes(self) -> list[str]:
+        if not self.is_writer or self.config.save is not None:  # of a user's own format nothing is known
+            return []
+        model, optimizer = self.parts.model, self.parts.optimizer
+        place = Place(world_size=self.world_size, layout=layout_of(model, optimizer, self.world_size))
+        try:
+            one = expected_bytes(model, optimizer, place)
+            note = shortage(self.root, self.config, one, len(self.ledger.checkpoints))
+        except (OSError, RuntimeError) as error:  # a model on no device yet
+            logger.debug("free space was not looked at: %s", error)
+            return []
+        return [] if note is None else [note]
 
     def records(self) -> list[CheckpointRecord]:
         """Every checkpoint, in the order of saving."""
@@ -231,8 +246,8 @@ class CheckpointManager:
         known = {item.checkpoint: item for item in self.ledger.checkpoints}.get(record.checkpoint)
         if known is not None and known.label == "tainted":
             record = msgspec.structs.replace(record, label="tainted", reason=known.reason)
-        elif apart := _replicas_apart(written.layout, [part.parameter_checksum for part in written.ranks]):
-            record = msgspec.structs.replace(record, label="tainted", reason=apart)
+        elif spoilt := _spoilt(written):
+            record = msgspec.structs.replace(record, label="tainted", reason=spoilt)
         self.ledger.put(record)
         self.on_change(record)
         for gone in rotation.rotate(self.ledger, self.config.keep):
@@ -369,9 +384,12 @@ class CheckpointManager:
         return name
 
 
-def _replicas_apart(layout: str, checksums: list[str]) -> str | None:
-    """Copies of a model that are none: the first rank whose parameters differ from the first rank's."""
-    if layout != "replicas":
+def _spoilt(saved: Manifest) -> str | None:
+    """Why nobody may go back to what was saved: parameters that are no numbers, or copies of a model that are none."""
+    if saved.not_finite:
+        return f"parameters of rank {saved.not_finite[0]} are not finite"
+    checksums = [part.parameter_checksum for part in saved.ranks]
+    if saved.layout != "replicas":
         return None
     other = next((rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]), None)
     return None if other is None else f"parameters of rank {other} are not those of rank 0"

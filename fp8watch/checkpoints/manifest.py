@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,6 +41,8 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: list[float] = []
     parameter_checksum: str = ""
     """Of the parameters as this rank holds them."""
+    is_finite: bool = True
+    """Whether they are all numbers."""
     rng_sha256: str = ""
     """Digest of its own random state."""
     files: dict[str, FileEntry] = {}
@@ -78,24 +80,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What wrote model and optimizer: torch, dcp or callback."""
     ranks: list[RankPart] = []
     """Of each of several ranks, in their order."""
+    not_finite: list[int] = []
+    """Ranks that held a parameter that is not finite: saved all the same, and no target."""
     manifest_sha256: str = ""
     """Sum of the manifest's JSON with this field empty: a flipped bit in a number is noticed, too."""
 
 
 def write(manifest: Manifest) -> bytes:
     """The manifest as indented JSON, with its own sum."""
-    manifest = msgspec.structs.replace(manifest, manifest_sha256=_sum(manifest))
+    manifest = msgspec.structs.replace(manifest, manifest_sha256=_sum(msgspec.to_builtins(manifest)))
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
-def _sum(manifest: Manifest) -> str:
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, manifest_sha256=""))).hexdigest()
+def _sum(fields: dict[str, Any]) -> str:
+    """Of what is written, whichever fields that version knew."""
+    return hashlib.sha256(msgspec.json.encode({**fields, "manifest_sha256": ""})).hexdigest()
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises `CheckpointError` when it is absent, damaged or of another format."""
     try:
-        manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
+        data = (folder / NAME).read_bytes()
+        manifest = msgspec.json.decode(data, type=Manifest)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder.name}: no {NAME}, so it was never completed") from error
     except (OSError, msgspec.DecodeError, ValueError) as error:
@@ -104,6 +110,6 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder.name}: format version {manifest.format_version}, this fp8watch reads {FORMAT_VERSION}"
         )
-    if manifest.manifest_sha256 != _sum(manifest):
+    if manifest.manifest_sha256 != _sum(msgspec.json.decode(data)):
         raise CheckpointError(f"{folder.name}: {NAME} does not match its own SHA-256")
     return manifest

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from fp8watch.checkpoints import contents, manifest
-from fp8watch.checkpoints.checksum import parameter_checksum
+from fp8watch.checkpoints.checksum import all_finite, parameter_checksum
 from fp8watch.checkpoints.files import replace_file, sync_directory, write_synced
 from fp8watch.checkpoints.manifest import FileEntry, Manifest, RankPart
 from fp8watch.checkpoints.parts import TrainingParts
@@ -55,11 +55,11 @@ class Underway:
             if storage.writes_own_files:
                 state = captured.files[self._place.state_file]
                 state[contents.OWN], state[contents.KEPT] = contents.own_state(parts.model), storage.kept(parts)
-            checksum = parameter_checksum(parts.model)
+            checksum, is_finite = parameter_checksum(parts.model), all_finite(parts.model)
             self._poll = storage.save(self.folder, parts, self._place)
             files = write_files(self.folder, captured.files)
             self._described = contents.describe_part(
-                parts, captured, files, rank=self._place.rank, checksum=checksum
+                parts, captured, files, rank=self._place.rank, checksum=checksum, is_finite=is_finite
             )  # fmt: skip
         except Exception as error:  # torch.save reports a full disk as RuntimeError, a part may raise anything
             self._give_up(str(error))

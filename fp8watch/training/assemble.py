@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from fp8watch.actions.context import ActionContext
 from fp8watch.actions.lr_control import LrControl
 from fp8watch.actions.registry import build_actions
 from fp8watch.actions.skip_guard import SkipGuard
+from fp8watch.actions.stages import SharedNorm, Stages
 from fp8watch.capture import sources
 from fp8watch.capture.closer import CloserOptions
 from fp8watch.capture.gradients import has_scaler as has_scaler_in_use
@@ -29,6 +31,7 @@ from fp8watch.settings import Settings
 from fp8watch.training import report
 from fp8watch.training.agreement.all_ranks import AllRanks
 from fp8watch.training.agreement.base import MustStop
+from fp8watch.training.agreement.groups import ALONE, RankGroups
 from fp8watch.training.agreement.join import Joined, join, policy_digest
 from fp8watch.training.boundary import Boundary
 from fp8watch.training.data import Batches
@@ -63,6 +66,7 @@ class Arguments:
     policy_text: str | None
     policy_name: str
     arms_skip_update: bool
+    groups: RankGroups = ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +90,18 @@ def assemble(arguments: Arguments) -> Made:
     guard = Guard()
     found = guard.call("sources", sources.find, arguments.model) or sources.Found()
     journal = Journal(folder, identity.rank)
-    joined = _join(arguments, identity, journal)
+    joined = _join(arguments, identity, journal, _modules(guard, found))
     session = Session(
         identity=identity, directory=settings.dir, guard=guard, journal=journal, agreement=joined.agreement,
         attempt=joined.attempt, peers=joined.peers, agreement_seconds=settings.agreement_seconds,
         disarm=Disarm(settings, identity.run), policy_text=arguments.policy_text,
-        policy_name=arguments.policy_name, framework=found.framework,
+        policy_name=arguments.policy_name, framework=found.framework, groups=arguments.groups,
     )  # fmt: skip
     if session.journal.unavailable is not None:
         session.note(f"{session.journal.unavailable}; training goes on, nothing can act")
     session.context = _context(arguments, identity, session, found)
+    session.context.elsewhere = joined.elsewhere
     session.actions = guard.call("actions", build_actions, session.context) or {}
-    session.warmup_steps = getattr(session.actions.get("lengthen_warmup"), "warmup_steps", None)
     _arm_skip(arguments, session)
     session.recorder = _recorder(arguments, identity, session, found)
     session.uplink = Uplink(channel, guard, session.checkpoint_records, verifier)
@@ -123,7 +127,12 @@ def _refuse_halted(settings: Settings, identity: Identity) -> None:
         raise Halted(f"run {identity.run} was halted before; let it go on with: fp8watch runs release {identity.run}")
 
 
-def _join(arguments: Arguments, identity: Identity, journal: Journal) -> Joined:
+def _modules(guard: Guard, found: sources.Found) -> tuple[str, ...]:
+    """Names of the FP8 modules that can be written to."""
+    return () if found.controls is None else tuple(guard.call("modules", found.controls.modules) or ())
+
+
+def _join(arguments: Arguments, identity: Identity, journal: Journal, modules: tuple[str, ...]) -> Joined:
     """Meet the other ranks. What standing rules depend on has to be the same on all of them."""
     has_scaler = has_scaler_in_use(arguments.scaler)
     saves = arguments.checkpoints
@@ -131,6 +140,7 @@ def _join(arguments: Arguments, identity: Identity, journal: Journal) -> Joined:
     return join(
         identity, arguments.settings, attempt=journal.last_attempt + 1, acts=arguments.policy.mode != "observe",
         policy=policy_digest(arguments.policy_text, arguments.policy_name, has_scaler, cadence),
+        modules=modules, groups=arguments.groups,
     )  # fmt: skip
 
 
@@ -149,10 +159,15 @@ def _context(arguments: Arguments, identity: Identity, session: Session, found: 
             )  # fmt: skip
         except (CheckpointError, OSError) as error:
             session.note(f"no checkpoints will be saved: {error}")
-    clip = ClipControl(arguments.optimizer)
+        for text in [] if manager is None else manager.notes:
+            session.note(text)
+    groups = arguments.groups
+    clip = ClipControl(arguments.optimizer, None if groups.pipeline is None else Stages(group=groups.pipeline))
     skip = SkipGuard(arguments.optimizer, clip, arguments.scaler)
     if isinstance(session.agreement, AllRanks):
         skip.ask_peers = _ask_peers(session, session.agreement)
+        if groups.pipeline is not None:
+            clip.share_norm = _share_norm(session, session.agreement, groups.stage)
     return ActionContext(
         parts=parts, lr=LrControl(arguments.optimizer, arguments.lr_scheduler), clip=clip, skip=skip,
         checkpoints=manager,
@@ -163,13 +178,28 @@ def _context(arguments: Arguments, identity: Identity, session: Session, found: 
 
 def _ask_peers(session: Session, agreement: AllRanks) -> Callable[[bool, bool], bool]:
     def ask(is_bad: bool, may_act: bool) -> bool:
-        try:
+        with _stopping(session):
             return agreement.any_bad(is_bad, may_act=may_act)
-        except MustStop as error:
-            logger.error("fp8watch: step %d: this rank stops before its next step: %s", session.step, error)
-            raise RanksApart(str(error)) from error
 
     return ask
+
+
+def _share_norm(session: Session, agreement: AllRanks, stage: int) -> SharedNorm:
+    def share(norm: float) -> list[float] | None:
+        with _stopping(session):
+            return agreement.stage_norms(stage, norm)
+
+    return share
+
+
+@contextlib.contextmanager
+def _stopping(session: Session) -> Iterator[None]:
+    """Before an optimizer step there is no boundary to stop at: what must stop this rank ends it here."""
+    try:
+        yield
+    except MustStop as error:
+        logger.error("fp8watch: step %d: this rank stops before its next step: %s", session.step, error)
+        raise RanksApart(str(error)) from error
 
 
 def _arm_skip(arguments: Arguments, session: Session) -> None:
@@ -195,7 +225,7 @@ def _recorder(arguments: Arguments, identity: Identity, session: Session, found:
         sources=found.sources, unseen=found.unseen, guard=session.guard, note=session.note,
         may_act=lambda: session.disarm.reason() is None, statistics_every=arguments.settings.statistics_every,
         closer=_closer_options(arguments.settings),
-        modules=() if found.controls is None else tuple(session.guard.call("modules", found.controls.modules) or ()),
+        modules=_modules(session.guard, found),
     )  # fmt: skip
 
 

@@ -23,10 +23,13 @@ import torch
 from fp8watch import policy as policies
 from fp8watch import rng
 from fp8watch.checkpoints import Checkpoints
-from fp8watch.errors import BadInput, Refused
+from fp8watch.errors import BadInput, Refused, WrongArgument
 from fp8watch.policy.load import parse, read
+from fp8watch.policy.schema import Policy
 from fp8watch.settings import Settings, from_environment
 from fp8watch.training import report
+from fp8watch.training.agreement.groups import read_groups
+from fp8watch.training.arguments import problems
 from fp8watch.training.assemble import Arguments, assemble
 from fp8watch.training.watch import Watch
 
@@ -65,41 +68,43 @@ def attach(
 
     Every argument but model and optimizer is optional; an action whose handle is missing is reported as unavailable.
     `policy`: a file, the name of a shipped policy, or YAML text; None: observe. `forward`: runs the coming batch
-    forward and returns its loss (for `recheck`). A second call with the same arguments returns the same watch.
+    forward and returns its loss (for `recheck`). `mesh`: how the model is cut up, a `DeviceMesh` with dimensions named
+    `tp` and `pp`, or process groups of these names: ranks of one `tp` group have to use one scale for a tensor, and
+    `watch.clip_grad_norm_` takes the norm over all `pp` stages. A second call with the same arguments returns the same
+    watch.
     With several ranks this is a collective call when the policy acts (`Settings.join_seconds` limits the waiting), or
     when there is no run name from launcher or argument. With a policy that acts it waits for the process that decides
     (at most `Settings.start_seconds`), so that a fault in the first steps is answered in time.
 
-    Raises `Refused`, a `BadInput` that ends the process with exit code 2 unless it is caught, for a bad policy or
-    setting, `ValueError` for a second attach with other arguments, `TypeError`
-    for a model or optimizer that is none, `Halted` for a run that was halted and not released.
+    Raises `Refused`, a `BadInput` that ends the process with exit code 2 unless it is caught, for bad arguments,
+    policies and settings, all of them named at once (`WrongArgument`, a `TypeError` too, where an argument is not what
+    it should be); `ValueError` for a second attach with other arguments; `Halted` for a run that was halted and not
+    released.
     """
     arguments = {
         "model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader,
         "checkpoints": checkpoints, "policy": policy, "scaler": scaler, "mesh": mesh, "run": run,
         "settings": settings, "forward": forward,
     }  # fmt: skip
-    _check_types(model, optimizer, checkpoints)
-    known = _known(model, optimizer, arguments)
+    wrong = problems(arguments)
+    known = None if wrong else _known(model, optimizer, arguments)
     if known is not None:
         return known
     # Libraries that are loaded for the first time, and copies of schedulers, may draw random numbers.
     generators = rng.snapshot()
     try:
-        return _attach(arguments, settings)
+        return _attach(arguments, wrong)
     except BadInput as error:
         sys.stderr.write(f"{error}\n")
-        raise Refused(error.problems) from None
+        raise (WrongArgument if wrong else Refused)(error.problems) from None
     finally:
         rng.restore(generators)
 
 
-def _attach(arguments: dict[str, Any], settings: Settings | None) -> Watch:
+def _attach(arguments: dict[str, Any], wrong: list[str]) -> Watch:
+    text, name, parsed, settings = _inputs(arguments, wrong)
     policy = arguments["policy"]
-    text, name = read(policy)
-    parsed = parse(text, name)
-    if settings is None:
-        settings = from_environment()
+    groups = read_groups(arguments["mesh"])
     made = assemble(
         Arguments(
             model=arguments["model"],
@@ -115,11 +120,12 @@ def _attach(arguments: dict[str, Any], settings: Settings | None) -> Watch:
             policy_text=None if policy is None else text,
             policy_name="observe" if policy is None else name,
             arms_skip_update=policies.arms_skip_update(parsed),
+            groups=groups,
         )
     )
     watch = made.watch
-    if arguments["mesh"] is not None:
-        watch.note_once("mesh= is not used yet: all ranks of the job act together")
+    if groups.remark:
+        watch.note_once(groups.remark)
     if _attached:
         names = ", ".join(entry.watch.run for entry in _attached)
         watch.note_once(f"still attached to other models, which are kept alive by it: {names}; detach() lets go")
@@ -136,13 +142,25 @@ def _attach(arguments: dict[str, Any], settings: Settings | None) -> Watch:
     return watch
 
 
-def _check_types(model: Any, optimizer: Any, checkpoints: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach(model): a torch.nn.Module is wanted, got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"attach(optimizer): a torch.optim.Optimizer is wanted, got {type(optimizer).__name__}")
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        raise TypeError(f'attach(checkpoints): fp8watch.Checkpoints("dir", every=200) is wanted, got {checkpoints!r}')
+def _inputs(arguments: dict[str, Any], wrong: list[str]) -> tuple[str, str, Policy, Settings]:
+    """The policy's text, name and content, and the settings. Raises `BadInput` with all that is wrong anywhere."""
+    found = list(wrong)
+    text, name, parsed = "", "", Policy(version=1)
+    settings = arguments["settings"]
+    if isinstance(arguments["policy"], str | Path | None):
+        try:
+            text, name = read(arguments["policy"])
+            parsed = parse(text, name)
+        except BadInput as error:
+            found += error.problems
+    if settings is None:
+        try:
+            settings = from_environment()
+        except BadInput as error:
+            found += error.problems
+    if found:
+        raise BadInput(found)
+    return text, name, parsed, settings
 
 
 def _known(model: torch.nn.Module, optimizer: torch.optim.Optimizer, arguments: dict[str, Any]) -> Watch | None:

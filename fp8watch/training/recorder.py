@@ -15,8 +15,11 @@ from fp8watch.actions.clip_control import ClipControl
 from fp8watch.actions.lr_control import LrControl
 from fp8watch.actions.skip_guard import SkipGuard
 from fp8watch.capture import frames, gradients
+from fp8watch.capture.aliases import aliases
 from fp8watch.capture.closer import CloserLook, CloserOptions
+from fp8watch.capture.flight_check import MOST_NAMES, FlightCheck
 from fp8watch.capture.frames import LayoutBook, StepNote
+from fp8watch.capture.missing_gradients import PATIENCE, MissingGradients
 from fp8watch.capture.ring import Ring
 from fp8watch.capture.scalars import GIVEN, NotAScalar, Scalar, StepScalars, as_scalar
 from fp8watch.capture.source import Reading, Source
@@ -24,8 +27,8 @@ from fp8watch.capture.update_size import UpdateSize, UpdateSums
 from fp8watch.records import Layout, StepFrame, TensorColumn
 from fp8watch.training.guard import Guard
 
-BYTES_A_TENSOR = 192
-"""All columns of one tensor with their validity, rounded up: five f4, four u8, one u1, ten flags; on a what-if step
+BYTES_A_TENSOR = 208
+"""All columns of one tensor with their validity, rounded up: six f4, six u8, one u1, thirteen flags; on a what-if step
 ten u8, five f4 and fifteen flags more."""
 
 
@@ -61,14 +64,19 @@ class Recorder:
         self._optimizer, self._scaler = optimizer, scaler
         self._lr, self._clip, self._skip = lr, clip, skip
         self._source = sources[0] if sources else None
+        self._begin_part, self._read_part = (
+            (f"{self._source.name} begin", f"{self._source.name} read") if self._source else ("closer look begin", "")
+        )
         self._static_unseen = unseen
         self._guard, self._note, self._may_act = guard, note, may_act
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._update_size = UpdateSize(model.parameters())
         self._update_every = 1 if device.type == "cpu" else UPDATE_EVERY
         self._num_updates = 0
+        self._flight: FlightCheck | None = FlightCheck(model)
         self.scalars = StepScalars()
-        self.layouts = LayoutBook(run, rank)
+        self.layouts = LayoutBook(run, rank, guard.call("aliases", aliases, model))
+        self._missing = MissingGradients(model, optimizer)
         self._update: UpdateSums | None = None
         self._reasons: dict[str, str] = {}
         self._layout_state: tuple[Any, ...] = (None, None, -1, -1, -1)
@@ -93,17 +101,24 @@ class Recorder:
         started = time.perf_counter()
         self._was_updated = True
         guard = self._guard
+        if self._flight is not None and self._flight.is_due:
+            self.scalars.put("bad_parameters", guard.call("flight check", self._flight.start))
         is_skipped = False
         if not has_closure:
-            guard.call("clip", self._clip.before_step)
-            if self._clip.failure is not None:
-                self.not_observed("clip", f"clipping before the optimizer step failed: {self._clip.failure}")
-            may_act = self._may_act()
-            if may_act or self._skip.ask_peers is not None:
-                is_skipped = bool(guard.call("skip_update", self._skip.before_step, may_act=may_act))
-            if self._skip.failure is not None:
-                self.not_observed("skip_update", f"the guard failed: {self._skip.failure}")
-            guard.call("grad_norm", self._take_norm)
+            # Nearly always neither has anything to do: training is not made to pay for asking them.
+            if not self._clip.is_at_rest:
+                guard.call("clip", self._clip.before_step)
+                if self._clip.failure is not None:
+                    self.not_observed("clip", f"clipping before the optimizer step failed: {self._clip.failure}")
+            if not self._skip.is_at_rest:
+                may_act = self._may_act()
+                if may_act or self._skip.ask_peers is not None:
+                    is_skipped = bool(guard.call("skip_update", self._skip.before_step, may_act=may_act))
+                if self._skip.failure is not None:
+                    self.not_observed("skip_update", f"the guard failed: {self._skip.failure}")
+            if not self._clip.has_current:  # else taken when the loop clipped
+                guard.call("grad_norm", self._take_norm)
+            guard.call("missing gradients", self._miss_gradients)
         elif self._skip.is_armed:
             self.not_observed("skip_update", "optimizer.step is given a closure, which makes the gradients inside it")
         self._clip.release()
@@ -131,10 +146,14 @@ class Recorder:
     def after_update(self, *, has_closure: bool) -> None:
         """See `StepObserver`."""
         started = time.perf_counter()
-        self._update = self._guard.call("update_rms", self._update_size.after)
+        self._update = None
+        if self._update_size.has_before:
+            self._update = self._guard.call("update_rms", self._update_size.after)
         if has_closure:
             self._guard.call("clip", self._clip.after_closure)
-            self._guard.call("grad_norm", self._take_norm)
+            if not self._clip.has_current:
+                self._guard.call("grad_norm", self._take_norm)
+            self._guard.call("missing gradients", self._miss_gradients)
         self._own_seconds += time.perf_counter() - started
 
     def note_clip(self) -> None:
@@ -144,16 +163,22 @@ class Recorder:
         )
 
     def _take_norm(self) -> None:
-        if self._clip.current is not None:
-            return  # taken when the loop clipped
         if gradients.is_scaled(self._optimizer, self._scaler):
             self.not_observed("grad_norm", gradients.SCALED)
             return
         found = gradients.total_norm(self._optimizer)
         if isinstance(found, str):
             self.not_observed("grad_norm", found)
+        elif found is None:
+            self.not_observed("grad_norm", "the optimizer made an update without any gradient")
         else:
             self.scalars.put("grad_norm", found)
+
+    def _miss_gradients(self) -> None:
+        if names := self._missing.look():
+            self.not_observed(
+                f"gradient of {_named(names)}", f"none in {PATIENCE} updates, though trained: is it used?"
+            )
 
     def _take_skipped(self) -> None:
         found_inf = getattr(self._optimizer, "found_inf", None)
@@ -164,9 +189,7 @@ class Recorder:
 
     def begin(self, step: int) -> None:
         """A new step starts."""
-        self._guard.call(
-            "closer look begin" if self._source is None else f"{self._source.name} begin", self.closer.begin, step
-        )
+        self._guard.call(self._begin_part, self.closer.begin, step)
 
     def give(self, values: Mapping[str, Any]) -> None:
         """What only the loop knows of the step; see `StepScalars.give`."""
@@ -187,20 +210,36 @@ class Recorder:
         self._guard.call("loss", self._take_loss, loss)
         if not self.scalars.has("loss") and loss is None:
             self.not_observed("loss", "watch.step was called without a loss")
-        self._guard.call("tokens", self._take_tokens, tokens)
+        if tokens is not None:
+            self._guard.call("tokens", self._take_tokens, tokens)
         self.scalars.put("samples", samples)
         self._guard.call("scalars", self._take_scalars)
-        reading = self._guard.call(f"{self._source.name} read", self._source.read) if self._source is not None else None
+        reading = self._guard.call(self._read_part, self._source.read) if self._source is not None else None
         step_seconds = None if self._last_boundary is None else started - self._last_boundary
         found = self._guard.call("closer look", self.closer.finish, reading, self._columns_now, step_seconds)
         if found is not None:
             reading = found[0]
             for name, value in found[1].items():
                 self.scalars.put(name, value)
+        if self._flight is not None:
+            self._guard.call("flight check", self._land)
         self.refresh_layout(attempt)
         self.scalars.put("step_seconds", step_seconds)
         self._last_boundary = started
         self._guard.call("ring", self._push, reading, step, attempt, started, updates)
+
+    def _land(self) -> None:
+        """The names of parameters that were bad before the first update, when they have arrived."""
+        checked = None if self._flight is None or self._flight.is_due else self._flight.take()
+        if checked is None:
+            return
+        self._flight = None
+        for name in checked.nonfinite[:MOST_NAMES]:
+            self.scalars.put(f"bad_parameter:{name}", 1.0)
+        if checked.nonfinite:
+            self._note(f"before the first update {_named(checked.nonfinite)} held NaN or infinity: bad before training")
+        if checked.zero:
+            self._note(f"before the first update {_named(checked.zero)} held nothing but zeros (adapters start so)")
 
     def _take_loss(self, loss: Any) -> None:
         try:
@@ -211,7 +250,7 @@ class Recorder:
     def _take_tokens(self, tokens: Any) -> None:
         # A device tensor stays one: asking for its value would wait for the device.
         try:
-            self.scalars.put("tokens", None if tokens is None else as_scalar(tokens, "tokens"))
+            self.scalars.put("tokens", as_scalar(tokens, "tokens"))
         except NotAScalar as error:
             self.not_observed("tokens", str(error))
 
@@ -284,7 +323,7 @@ class Recorder:
     def _update_layout(self, columns: Sequence[TensorColumn], missing: Sequence[str], attempt: int) -> bool:
         # Sources hand out the same objects as long as nothing has changed: the usual step compares nothing else.
         state = (columns, missing, len(self._reasons), len(self._guard.disabled), attempt)
-        is_same = all(now is before or now == before for now, before in zip(state, self._layout_state, strict=True))
+        is_same = state == self._layout_state  # the same objects are not looked into
         self._layout_state = state
         if is_same:
             return False
@@ -340,9 +379,14 @@ class Recorder:
             self._guard.call(f"{self._source.name} detach", self._source.detach)
 
 
+def _named(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
 def _is_given(name: str) -> bool:
     """Whether a scalar's value comes from the loop."""
-    return name in ("loss", "tokens") or name.partition(":")[0] in GIVEN
+    return name in ("loss", "loss_micro_max", "loss_micro_median", "tokens") or name.partition(":")[0] in GIVEN
 
 
 def _one(values: list[Any]) -> Scalar | None:

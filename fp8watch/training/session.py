@@ -19,6 +19,7 @@ from fp8watch.errors import CheckpointError
 from fp8watch.identity import Identity
 from fp8watch.records import ACTIONS, CheckpointRecord, Hello, LedgerUpdate
 from fp8watch.training.agreement.base import Agreement
+from fp8watch.training.agreement.groups import ALONE, RankGroups
 from fp8watch.training.agreement.peers import Peers
 from fp8watch.training.data import Batches
 from fp8watch.training.disarm import Disarm
@@ -59,6 +60,7 @@ class Session:
         policy_text: str | None,
         policy_name: str,
         framework: str,
+        groups: RankGroups = ALONE,
     ) -> None:
         self.identity = identity
         self._directory = directory
@@ -73,9 +75,9 @@ class Session:
         self.step = 0
         self.attempt = attempt
         self._policy_text, self._policy_name = policy_text, policy_name
-        self.warmup_steps: int | None = None
-        """Length of the scheduler's warm-up where it is known."""
         self._framework = framework
+        self._groups = groups
+        self._warmup_told: tuple[int | None, bool] = (None, False)
         self._said: set[str] = set()
         self._was_rewound = False
         self._num_dropped = 0
@@ -111,6 +113,7 @@ class Session:
     def hello(self) -> Hello:
         """Who we are, now."""
         identity, layout = self.identity, self.recorder.layout
+        warmup = self._warmup_told = self._warmup()
         model = self.context.model
         versions = {
             "python": platform.python_version(), "torch": str(torch.__version__), "fp8watch": fp8watch.__version__,
@@ -122,11 +125,17 @@ class Session:
             wire_version=wire.WIRE_VERSION, run=identity.run, attempt=self.attempt, rank=identity.rank,
             local_rank=identity.local_rank, world_size=identity.world_size, pid=identity.pid, host=identity.host,
             time_unix=time.time(), step=self.step, policy=self._policy_text, policy_name=self._policy_name,
-            capabilities=dict(self.capabilities()), warmup_steps=self.warmup_steps,
+            capabilities=dict(self.capabilities()), warmup_steps=warmup[0], is_warming_up=warmup[1],
             num_parameters=sum(p.numel() for p in model.parameters()), framework=versions,
             expected_modules=layout.expected_modules, observed_modules=layout.observed_modules,
             journal_term=self.journal.term, armed=self.disarm.reason() is None,
+            tensor_group=list(self._groups.tensor),
         )  # fmt: skip
+
+    def _warmup(self) -> tuple[int | None, bool]:
+        """Length of the scheduler's warm-up where it is known, and whether one is under way whose end is not."""
+        action = self.actions.get("lengthen_warmup")
+        return getattr(action, "warmup_steps", None), bool(getattr(action, "is_warming_up", False))
 
     def checkpoint_records(self) -> list[CheckpointRecord]:
         """The ledger's records, for the first messages on a connection; told by the rank that writes it."""
@@ -135,6 +144,8 @@ class Session:
 
     def send_frames(self, *, wait: bool = False) -> None:
         """Send the layout if it is new, then every frame that has arrived."""
+        if self.context.lr.seen is not None and self._warmup() != self._warmup_told:
+            self._introduce()
         self.uplink.announce(self.recorder.layout)
         for frame in self.recorder.poll(wait=wait):
             self.evidence.note(frame, self.recorder.layout)

@@ -147,12 +147,13 @@ class Watch:
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_`, with the lower of this limit and the one a remedy has set.
 
+        With a `mesh=` that has pipeline stages the norm is that of all stages: all of them call it.
         Returns the norm before clipping, a 0-D tensor. Raises what torch raises.
         """
-        if self._is_detached:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        self._recorder.note_clip()
         clip = self._session.context.clip
+        if self._is_detached:
+            return clip.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        self._recorder.note_clip()
         return clip.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def micro_step(self, loss: Any) -> None:
@@ -252,7 +253,7 @@ class Watch:
             data.note_boundary()
             if (data.unavailable is None or data.samples) and "samples" not in data.uncounted:
                 samples = float(data.samples)
-        known = list(self._batches.values())
+        known = list(self._batches.values()) if self._batches else []
         counted = [n for batches in known if (n := batches.take_tokens()) is not None]
         if tokens is None and counted:
             tokens = sum(counted)

@@ -11,6 +11,7 @@ from tiny_run import TinyRun, clone, everything, same
 from fp8watch.actions import rollback as rollback_module
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.restore import PartlyRestored
+from fp8watch.controller.checkpoints import Ledger as Verdicts
 from fp8watch.errors import ActionError, CheckpointError
 
 KINDS = ["sgd", "foreach", "fused", "tensor"]
@@ -296,20 +297,30 @@ def test_at_most_one_identical_rollback(tmp_path: Path) -> None:
 
 # case: SPK-21
 def test_spoilt_checkpoints_never_rotate_the_last_good_one_away(tmp_path: Path) -> None:
-    """NaN since step 25, noticed at 60, three kept: what was good before is there, and nothing else is offered."""
+    """NaN since step 25, noticed by nobody until 60, three kept: what was good before is there, and nothing else is
+    offered, although the controller finds every step healthy."""
     run = TinyRun(tmp_path, every=5)
     assert run.manager is not None
     run.manager.config = Checkpoints(tmp_path, every=5, keep=3)
-    run.run(20)
+    verdicts = Verdicts(healthy_steps=4)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            run.run(1)
+            for record in run.manager.records():
+                verdicts.add(record)
+            for record in verdicts.passed(run.global_step, ()):
+                run.manager.label(record.checkpoint, record.label, record.reason)
+
+    train(24)
     good = run.manager.records()[-1].checkpoint
-    run.manager.label(good, "good", "8 healthy steps")
-    run.run(5)
+    assert run.manager.records()[-1].label == "good"
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))
-    run.run(35)
-    for record in run.manager.records():
-        if record.step >= 25:
-            run.manager.label(record.checkpoint, "tainted", "saved at or after the onset")
+    train(36)
+    spoilt = [record for record in run.manager.records() if record.step >= 25]
+    assert {record.label for record in spoilt} == {"tainted"}
+    assert {record.reason for record in spoilt} == {"parameters of rank 0 are not finite"}
     newest = run.manager.newest_usable()
     assert newest is not None
     assert newest.checkpoint == good

@@ -14,7 +14,7 @@ import msgspec
 
 from fp8watch import wire
 from fp8watch.errors import WireError
-from fp8watch.records import CheckpointRecord, Command, CommandResult, Goodbye, Hello, StepFrame, Welcome
+from fp8watch.records import CheckpointRecord, Command, CommandResult, Goodbye, Hello, Layout, StepFrame, Welcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class FakeController:
         self.address = f"unix://{path}"
         self.hellos: dict[str, list[Hello]] = defaultdict(list)
         self.frames: dict[str, list[StepFrame]] = defaultdict(list)
+        self.layouts: dict[str, list[Layout]] = defaultdict(list)
         self.results: dict[str, list[CommandResult]] = defaultdict(list)
         self.goodbyes: dict[str, list[Goodbye]] = defaultdict(list)
         self.checkpoints: dict[str, list[CheckpointRecord]] = defaultdict(list)
@@ -85,6 +86,8 @@ class FakeController:
                                 if order.is_up_to_date:
                                     found = msgspec.structs.replace(found, attempt=message.attempt)
                                 connection.sendall(wire.frame(found))
+                    elif isinstance(message, Layout):
+                        self.layouts[message.run].append(message)
                     elif isinstance(message, CommandResult):
                         self.results[message.run].append(message)
                     elif isinstance(message, CheckpointRecord):

@@ -6,20 +6,22 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 from fake_controller import Cut, FakeController, Order
 
 from fp8watch.records import Command
 
 FOLDER = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 220.0
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Else torchrun's restarted ranks find the addresses of those before them in the store and connect to nobody."""
 
 
 def command(run: str, number: int, action: str, **fields: Any) -> Command:
@@ -73,41 +75,42 @@ def launch(
     *,
     cuts: Mapping[str, Sequence[Cut]] | None = None,
     with_torchrun: bool = False,
+    restarts: int = 0,
 ) -> Launch:
-    """Play scenarios of a program beside this file, on real processes; by `torchrun`, or started one by one.
+    """Play scenarios of a program beside this file, on real processes; by `torchrun`, or forked one by one.
 
-    `folder` may hold what an earlier launch has left.
+    `folder` may hold what an earlier launch has left. `restarts`: how often torchrun starts all ranks anew when one
+    has failed.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     sockets = Path(tempfile.mkdtemp(prefix="fp8w"))  # a socket's path is short
     controller = FakeController(sockets / "c.sock", orders, cuts)
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1",
         "FP8WATCH_AGENT": controller.address, "FP8WATCH_DIR": str(folder / "fp8watch"), "FP8WATCH_REPORT": "0",
         "FP8WATCH_METRICS_PORT": "0",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "agent")]),
     }  # fmt: skip
-    arguments = [str(FOLDER / program), str(folder), *scenarios]
-    processes = []
-    for number in range(1 if with_torchrun else ranks):
-        start, mine = [sys.executable], {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
-        if with_torchrun:
-            start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
-            start += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-            mine = {name: value for name, value in environment.items() if name not in ("WORLD_SIZE", "MASTER_PORT")}
-        with (folder / f"stderr-{number}").open("w") as log:
-            processes.append(subprocess.Popen([*start, *arguments], env=mine, stderr=log))
-    try:
-        codes = [process.wait(240) for process in processes]
-    except subprocess.TimeoutExpired:
-        said = "\n".join((folder / f"stderr-{rank}").read_text()[-3000:] for rank in range(len(processes)))
-        raise AssertionError(f"ranks hang\n{said}") from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    arguments = [str(folder), *scenarios]
+    logs = [folder / f"stderr-{rank}" for rank in range(1 if with_torchrun else ranks)]
+    if with_torchrun:
+        options = ["--nnodes=1", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--rdzv-backend=c10d"]
+        options += [f"--rdzv-endpoint=127.0.0.1:{port}", str(FOLDER / program), *arguments]
+        processes = [forked_ranks.start_torchrun(options, {**environment, **FRESH_STORE}, logs[0])]
+    else:
+        environments = [
+            {
+                **environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port),
+            }
+            for rank in range(ranks)
+        ]  # fmt: skip
+        processes = forked_ranks.start(FOLDER / program, arguments, environments, logs)
+    codes = forked_ranks.codes(processes, PATIENCE_SECONDS)
     controller.close()
     shutil.rmtree(sockets)
-    return Launch(ranks, folder, codes, controller)
+    if None in codes:
+        said = "\n".join(log.read_text()[-3000:] for log in logs)
+        raise AssertionError(f"ranks hang\n{said}")
+    return Launch(ranks, folder, [code for code in codes if code is not None], controller)

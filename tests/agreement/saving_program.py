@@ -19,9 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -35,6 +32,9 @@ from fp8watch.errors import ActionError, CheckpointError
 
 ACTS = "{version: 1, mode: auto, rules: [{name: n, when: {detector: nonfinite}, ladder: [{action: halt}]}]}"
 EVERY, BATCH, SAMPLES = 5, 4, 512
+STEPS = {"ddp-preempted": 20}
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+"""How often torchrun has started all ranks anew."""
 
 
 class Net(nn.Module):
@@ -56,7 +56,9 @@ class Job:
         self.name = scenario.removeprefix("resume:")
         self.kind = self.name.partition("-")[0]
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.file = (out / f"{scenario.replace(':', '-')}-{self.rank}.jsonl").open("w", buffering=1)
+        self.file = (out / f"{scenario.replace(':', '-')}{'-again' * RESTARTS}-{self.rank}.jsonl").open(
+            "w", buffering=1
+        )
         torch.manual_seed(0)
         self.inner = Net(dropout=0.0 if self.kind == "tp" else 0.2)
         self.model = self.wrap(self.inner)
@@ -80,13 +82,20 @@ class Job:
 
     def wrap(self, inner: Net) -> nn.Module:
         if self.kind in ("fsdp", "dcp"):
+            from torch.distributed.device_mesh import init_device_mesh  # a second to load, which few need
+            from torch.distributed.fsdp import fully_shard
+
             fully_shard(inner, mesh=init_device_mesh("cpu", (self.ranks,)))
             return inner
         if self.kind == "tp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
             mesh = init_device_mesh("cpu", (self.ranks,))
             return parallelize_module(inner, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         convert(inner, DelayedScaling(amax_history_len=4))
-        return DistributedDataParallel(inner)
+        # Else it forms other buckets after its first step, in which sums are taken in another order.
+        return DistributedDataParallel(inner, find_unused_parameters=self.name == "ddp-preempted")
 
     def storage(self, folder: Path) -> dict[str, Any]:
         if self.kind == "dcp":
@@ -124,7 +133,8 @@ class Job:
                 raise ActionError("no room for it")
 
             self.watch._session.actions["hold_lr"].apply = refuse  # type: ignore[method-assign]
-        if "sigterm" in self.name and self.rank == self.ranks - 1:
+        is_terminated = "sigterm" in self.name and self.rank == self.ranks - 1
+        if is_terminated or (self.name == "ddp-preempted" and RESTARTS == 0):
             self.manager.put_back = lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore[assignment]
         if "full" in self.name and self.rank == 1:
             real = underway.write_files
@@ -179,7 +189,7 @@ class Job:
         self.file.close()
 
     def step(self, inputs: torch.Tensor, ids: torch.Tensor) -> None:
-        time.sleep(0.02 if self.rank == 2 else 0.005)
+        time.sleep(0.01 if self.rank == 2 else 0.002)
         step, attempt = self.watch.global_step + 1, self.watch.attempt
         self.damage(step)
         if self.name == "disarm" and step == 10:
@@ -207,12 +217,13 @@ class Job:
 
 def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process that torchrun did not fork from itself
     dist.init_process_group("gloo")
     for name in names:
         job = Job(name, out)
-        job.train(40 if name.startswith("resume:") else 30)
-        if "sigterm" in name:
-            os._exit(0)
+        job.train(40 if name.startswith("resume:") else STEPS.get(name, 30))
+        if "sigterm" in name and not name.startswith("resume:"):
+            os._exit(0)  # a rank is missing, and torch's own group would wait for it
     dist.destroy_process_group()
 
 

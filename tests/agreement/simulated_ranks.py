@@ -54,7 +54,7 @@ class Plan:
     bad: set[tuple[int, int]] = field(default_factory=set)
     """(rank, step): gradients are not finite there."""
     asks: bool = False
-    """Whether the update is put to the others before each step."""
+    """Whether the update, and the norm of this rank's stage, are put to the others before each step."""
     last_step: int = 1000
 
 
@@ -162,6 +162,7 @@ class SimPending:
         if not self._is_open:
             raise TransportLost("closed")
         sim, rank = self._wire.sim, self._rank
+        rank.num_waits += 1
         while True:
             given = self._wire.given[self._index]
             dead = {other.number for other in sim.ranks if other.is_dead}
@@ -189,7 +190,7 @@ class Rank:
         self.stopped: str | None = None
         self.is_dead = self.is_over = self.is_blocked = self.is_out_of_time = False
         self.error: BaseException | None = None
-        self.lines = 0
+        self.lines = self.num_waits = 0
         self.turn = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._live, daemon=True)
 
@@ -227,7 +228,7 @@ class Rank:
         plan, sim = self.plan, self.sim
         agreement = sim.agree(
             self.number, SimTransport(sim.votes, self), SimTransport(sim.verdicts, self),
-            wait_seconds=1.0, aside=self._aside,
+            wait_seconds=1.0, aside=self._aside, stages=2 if plan.asks else 1,
         )  # fmt: skip
         knobs = Knobs(self)
         boundary = Boundary(
@@ -239,6 +240,9 @@ class Rank:
         for step in range(1, last + 1):
             self.pause()
             try:
+                if plan.asks:  # of a pipeline of two stages, under a clip limit
+                    stage = self.number % 2
+                    self.state["norms"] = agreement.stage_norms(stage, float(stage + 1))
                 is_skipped = plan.asks and agreement.any_bad((self.number, step) in plan.bad, may_act=True)
             except MustStop as error:
                 self._stop(str(error))
@@ -295,10 +299,11 @@ class Simulation:
             if rank.is_blocked and idle > 20 * len(alive) and all(other.is_blocked for other in alive):
                 rank.is_out_of_time, idle = True, 0
                 self.num_timeouts += 1
-            before = rank.is_blocked
+            before = rank.is_blocked, rank.num_waits
             rank.turn.release()
             self.turn.acquire()
-            idle = idle + 1 if before and rank.is_blocked else 0
+            is_idle = rank.is_blocked and before == (True, rank.num_waits)  # not from one wait to the next
+            idle = idle + 1 if is_idle else 0
         for rank in self.ranks:
             rank.thread.join()
             if rank.error is not None:

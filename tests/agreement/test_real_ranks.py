@@ -5,12 +5,16 @@ Two launches, of two and of four ranks, play all scenarios one after the other; 
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from fake_controller import Order
 from real_ranks import Launch, command, in_turn, launch
 
+from fp8watch.controller.service import RunController
+from fp8watch.controller.store_memory import MemoryStore
 from fp8watch.controller.store_sqlite import SqliteStore
-from fp8watch.records import ActionRecord, CommandResult
+from fp8watch.records import ActionRecord, CommandResult, Finding
 
 ACTIONS = in_turn(
     "actions",
@@ -34,6 +38,14 @@ ORDERS = {
     "scaler": in_turn("scaler", ("adjust_loss_scale", {"params": {"factor": 0.5}})),
     "halt": in_turn("halt", ("halt", {"params": {"reason": "test"}})),
     "killed": in_turn("killed", ("hold_lr", {"params": {"factor": 0.5}})),
+    "stages": in_turn(
+        "stages",
+        ("tighten_clip", {"params": {"max_norm": 0.25}}),
+        ("bf16_layers", {"params": {"layers": ["stage1"]}}),
+        ("repair_scale", {"params": {"tensors": ["stage0:input"]}}),
+        ("bf16_layers", {"params": {"layers": ["stage0", "stage7"]}}),
+        ("bf16_all", {}),
+    ),
     "lost": [Order(command=command("lost", 1, "hold_lr", params={"factor": 0.5}), late={1: 12})],
 }
 
@@ -46,7 +58,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    names = ["embedded", "bad-gradients", "unequal", "lost"]
+    names = ["embedded", "bad-gradients", "unequal", "apart", "stages", "lost"]
     return launch("rank_program.py", 2, names, tmp_path_factory.mktemp("two"), ORDERS)
 
 
@@ -133,6 +145,61 @@ def test_survivors_of_a_killed_rank_train_on_in_no_state_of_their_own(ranks, sce
     assert len({len(job.steps(scenario, rank)) for rank in survivors}) == 1
     job.assert_one_state(scenario)
     assert {tuple(line["lr"]) for rank in survivors for line in job.steps(scenario, rank)} == {(0.01,)}
+
+
+def test_clipping_under_a_pipeline_is_by_the_norm_of_all_stages(two):
+    """In the loop's own call, and by the optimizer's wrapper once the loop clips no more and a remedy does."""
+    tighten = ORDERS["stages"][0]
+    assert two.statuses("stages", tighten) == [[("applied", "pending"), ("applied", "ok")]] * 2
+    begun = two.controller.answers("stages", tighten.command)[0][0].step
+    first, second = two.steps("stages", 0), two.steps("stages", 1)
+    for a, b in zip(first, second, strict=True):
+        together = math.hypot(a["own_norm_after"], b["own_norm_after"])
+        if a["norm"] is not None:
+            assert a["norm"] == b["norm"] > 2.0
+            assert together == pytest.approx(0.25 if a["step"] > begun else 2.0, rel=1e-3)
+        elif a["step"] > begun:
+            assert together == pytest.approx(0.25, rel=1e-3)
+        else:
+            assert together > 2.0
+    assert any(line["norm"] is None and line["step"] > begun for line in first)
+
+
+def test_an_action_on_what_one_stage_holds_is_nothing_on_the_others(two):
+    """And one on what no rank holds fails on all of them."""
+    _, layer, repair, unknown, everything = ORDERS["stages"]
+    for order in (layer, repair, everything):
+        assert [answers[-1] for answers in two.statuses("stages", order)] == [("applied", "ok")] * 2
+    assert two.statuses("stages", unknown) == [[("failed", "pending")]] * 2
+    answers = two.controller.answers("stages", layer.command)
+    begun, to_all = answers[0][0].step, two.controller.answers("stages", everything.command)[0][0].step
+    assert [answers[rank][-1].observed["modules"] for rank in range(2)] == [0, 1]
+    lines = [{line["step"]: line["bf16"] for line in two.steps("stages", rank)} for rank in range(2)]
+    assert [rank[begun + 1] for rank in lines] == [[False], [True]]
+    assert [rank[to_all + 1] for rank in lines] == [[True], [True]]
+    assert two.ends("stages") == ["end"] * 2
+
+
+def found_by_a_controller(job: Launch, scenario: str) -> list[Finding]:
+    """What it makes of all that the ranks have sent."""
+    store, told = MemoryStore(), job.controller
+    controller = RunController(store, clock=lambda: 1.0)
+    frames = sorted(told.frames[scenario], key=lambda frame: (frame.step, frame.rank))
+    assert len(frames) >= 20 * job.ranks
+    for message in [*told.hellos[scenario][: job.ranks], *told.layouts[scenario], *frames]:
+        controller.receive(message)
+    return [finding for finding in store.read(scenario, Finding) if finding.detector == "rank_mismatch"]
+
+
+# case: COM-05
+def test_ranks_that_share_tensors_and_not_their_scales_are_named(two, four):
+    """Amaxes are not reduced over the ranks that hold parts of one tensor. Where they are, nothing is said."""
+    (finding,) = found_by_a_controller(two, "apart")
+    assert (finding.severity, finding.cause, finding.rank) == ("warn", "bookkeeping", None)
+    assert (finding.evidence["ranks"], finding.evidence["of"]) == ([0, 1], "scale_checksum")
+    assert finding.onset_step <= 3
+    assert {tuple(hello.tensor_group) for hello in four.controller.hellos["actions"]} == {(0, 1), (2, 3)}
+    assert found_by_a_controller(four, "actions") == []
 
 
 # case: DST-08

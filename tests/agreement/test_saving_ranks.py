@@ -1,6 +1,7 @@
 """Checkpoints and rollback on real ranks, whole and sharded, over restarts with another number of ranks.
 
-Three launches share the folder: four ranks save and go back, two resume what four have left, eight under torchrun.
+Launches share the folder: four ranks save and go back, two resume what four have left, then eight. Two and eight are
+started by torchrun, and so are the four that it starts anew after all of them were terminated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def goes_back(run: str) -> list[Order]:
 
 
 ORDERS: dict[str, list[Order]] = {
-    **{name: goes_back(name) for name in SCENARIOS},
+    **{name: goes_back(name) for name in [*SCENARIOS, "ddp-preempted"]},
     "ddp-full": [
         Order(command=command("ddp-full", 1, "checkpoint_now"), after=14),
         Order(command=command("ddp-full", 2, "checkpoint_now"), after=19),
@@ -74,13 +75,19 @@ def four(folder: Path) -> Launch:
 @pytest.fixture(scope="module")
 def two(four: Launch) -> Launch:
     names = ["resume:ddp", "resume:fsdp", "resume:dcp-background", "resume:ddp-sigterm"]
-    return launch("saving_program.py", 2, names, four.folder, {})
+    return launch("saving_program.py", 2, names, four.folder, {}, with_torchrun=True)
 
 
 @pytest.fixture(scope="module")
 def eight(two: Launch) -> Launch:
     names = ["resume:ddp", "wide", "disarm"]
     return launch("saving_program.py", 8, names, two.folder, ORDERS, cuts=CUTS, with_torchrun=True)
+
+
+@pytest.fixture(scope="module")
+def preempted(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    folder = tmp_path_factory.mktemp("preempted")
+    return launch("saving_program.py", 4, ["ddp-preempted"], folder, ORDERS, with_torchrun=True, restarts=1)
 
 
 def labels(job: Launch, name: str) -> dict[str, tuple[str, str]]:
@@ -245,6 +252,22 @@ def test_what_was_terminated_in_mid_action_is_taken_up(two: Launch) -> None:
     assert two.ends("resume-ddp-sigterm") == ["end after it"] * 2
     unknown = [r for r in two.controller.results["ddp-sigterm"] if r.status == "unknown"]
     assert {r.id for r in unknown} == {"rollback-1"}
+
+
+def test_an_elastic_restart_goes_on_after_all_ranks_were_terminated_in_mid_restore(preempted: Launch) -> None:
+    """torchrun starts four new processes: they take up the state before the action, bit by bit, and finish."""
+    assert preempted.codes == [0]
+    for rank in range(4):
+        before, again = (preempted.lines(name, rank) for name in ("ddp-preempted", "ddp-preempted-again"))
+        assert not any("ended" in line for line in before)
+        assert (again[0]["resumed"], again[-1]["ended"], again[-1]["step"]) == (10, "end", 20)
+        first = {line["step"]: line for line in before if "step" in line}
+        both = [line for line in again if line.get("step") in first and "loss" in line]
+        assert [line["step"] for line in both[:3]] == [11, 12, 13]
+        assert all({**line, "attempt": 0} == first[line["step"]] for line in both)
+    assert len({preempted.lines("ddp-preempted-again", rank)[0]["attempt"] for rank in range(4)}) == 1
+    unknown = [r for r in preempted.controller.results["ddp-preempted"] if r.status == "unknown"]
+    assert {(r.id, r.rank) for r in unknown} == {("rollback-1", rank) for rank in range(4)}
 
 
 def test_copies_are_resumed_by_more_ranks(eight: Launch) -> None:

@@ -101,6 +101,9 @@ def test_unequal_ends_hold_nobody_up(asks, has_command, seed):
     assert not sim.disagreements()
     assert [len(rank.finished) for rank in sim.ranks] == [10, 8, 10]
     assert all(rank.stopped is None for rank in sim.ranks)
+    if asks:
+        assert [rank.finished[7]["norms"] for rank in sim.ranks] == [[1.0, 2.0]] * 3
+        assert [rank.finished[10]["norms"] for rank in sim.ranks[::2]] == [None] * 2
     if asks:  # step 4 was left out on all ranks for one rank's gradients; after the leaving nothing is
         assert [rank.state["updates"] for rank in sim.ranks] == [9, 7, 9]
 

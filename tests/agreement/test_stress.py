@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "agreement_stress.py"
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
 
 
-def test_after_random_faults_and_actions_all_ranks_hold_the_same(tmp_path: Path) -> None:
+def test_after_random_faults_and_actions_all_ranks_hold_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Parameters step by step, the log of what was carried out and when, and the end."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import agreement_stress
+
     out = tmp_path / "stress.json"
-    command = [sys.executable, str(SCRIPT), "--sequences", "20", "--launches", "1", "--seed", "1", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code = agreement_stress.main(["--sequences", "20", "--launches", "1", "--seed", "1", "--out", str(out)])
+    said = capsys.readouterr()
+    assert code == 0, said.out + said.err
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 20
     assert all(row["pass"] for row in rows)

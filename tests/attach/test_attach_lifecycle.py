@@ -83,7 +83,7 @@ def test_bad_setting_is_bad_input(trainer, monkeypatch):
 def test_wrong_types_are_named(trainer):
     with pytest.raises(TypeError, match="model"):
         fp8watch.attach(trainer.optimizer, trainer.model)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Checkpoints"):
+    with pytest.raises(TypeError, match=r"Checkpoints\(\"ckpt\", every=200\) is wanted, got str 'ckpt'"):
         fp8watch.attach(trainer.model, trainer.optimizer, checkpoints="ckpt")  # type: ignore[arg-type]
 
 

@@ -75,8 +75,15 @@ def test_a_scaler_without_is_enabled_is_taken_as_enabled(trainer, channel):
     assert len(channel().of(StepFrame)) >= 2
 
 
+class NoUpdate:
+    """Scales the loss, and cannot be given another scale."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+
 def test_what_is_no_scaler_is_said(trainer, channel):
-    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto", scaler=object())
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto", scaler=NoUpdate())
     assert "no GradScaler" in watch.capabilities["adjust_loss_scale"]
 
 

@@ -80,7 +80,7 @@ def test_layer_goes_to_bf16_and_back_by_command(channel, training):
 
 
 def test_actions_on_scales_are_unavailable_with_the_reason(training):
-    context = SimpleNamespace(controls=TorchaoControls(training[0]))
+    context = SimpleNamespace(controls=TorchaoControls(training[0]), elsewhere=())
     assert "keeps none" in RepairScale(context).unavailable()
     assert "no margin" in RaiseMargin(context).unavailable()
     assert Bf16Layers(context).unavailable() is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from fp8watch.checkpoints import optimizer_state, rotation
-from fp8watch.checkpoints.checksum import parameter_checksum, sum_bits
+from fp8watch.checkpoints.checksum import all_finite, parameter_checksum, sum_bits
 from fp8watch.checkpoints.plain import to_plain
 from fp8watch.checkpoints.targets import resume_candidates, rollback_target
 from fp8watch.errors import CheckpointError
@@ -125,6 +127,17 @@ def test_the_checksum_takes_every_dtype_and_an_empty_model() -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int8):
         assert len(sum_bits([torch.ones(3).to(dtype)])) == 16
     assert parameter_checksum(torch.nn.Identity()) == "0" * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_parameter_that_is_no_number_is_noticed(dtype: torch.dtype, bad: float) -> None:
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.ones(7, 5).to(dtype)))
+    model.register_parameter("none", nn.Parameter(torch.zeros(0)))
+    assert all_finite(model)
+    model.get_parameter("weight").data[3, 2] = torch.tensor(bad).to(dtype)
+    assert not all_finite(model)
 
 
 def test_an_optimizer_with_its_own_loading_is_asked_to_load() -> None:

@@ -4,17 +4,24 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from plain_run import PlainRun
 
 from fp8watch.checkpoints import Checkpoints
+from fp8watch.checkpoints.place import Place
+from fp8watch.checkpoints.space import expected_bytes
 from fp8watch.errors import CheckpointError
 
 
@@ -56,26 +63,58 @@ def test_a_full_disk_is_reported_and_leaves_the_old_ones(tmp_path: Path) -> None
     assert run.manager.restore(name).step == 2
 
 
-def test_a_folder_that_has_become_read_only_costs_the_checkpoint_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = PlainRun(tmp_path)
+# case: CKP-14
+def test_a_disk_that_will_be_too_small_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = PlainRun(tmp_path, keep=3)
+    assert run.manager.notes == []
+    run.run(2)
+    weights = sum(p.numel() * p.element_size() for p in run.model.parameters())
+    one = expected_bytes(run.model, run.optimizer, Place())
+    assert 3 * weights < one < 3.5 * weights  # two moments; step counters and buffers
+    fresh = torch.optim.AdamW(run.model.parameters())
+    assert expected_bytes(run.model, fresh, Place()) == pytest.approx(one, rel=0.1)
+    assert expected_bytes(run.model, fresh, Place(world_size=4, layout="shards")) > 11 * weights
+    name = run.save()
+    saved = sum(file.stat().st_size for file in path_of(run, name).glob("*.pt"))
+    assert saved > one
+    for free, is_said in ((4 * one, False), (4 * one - 1, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert bool(run.manager.notes) == is_said
+    assert "keep=3" in run.manager.notes[0]
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[Path]:
+    """A folder that this process may write to, as a user whom permissions bind (root's do not)."""
+    folder = Path(tempfile.mkdtemp(prefix="fp8w"))
+    is_root = os.geteuid() == 0
+    folder.chmod(0o777)
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path in [folder, *folder.rglob("*")]:
+            path.chmod(0o777)
+        shutil.rmtree(folder)
+
+
+def test_a_folder_that_has_become_read_only_costs_the_checkpoint_and_not_the_run(as_nobody: Path) -> None:
+    run = PlainRun(as_nobody / "ckpt")
     run.run(1)
     name = run.save()
-    real = Path.mkdir
-
-    def read_only(self: Path, *args: Any, **kwargs: Any) -> None:
-        if ".unfinished" in self.name:
-            raise OSError(30, "Read-only file system")
-        real(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", read_only)
-        run.step()
-        with pytest.raises(CheckpointError, match="Read-only file system"):
-            run.save()
+    run.manager.root.chmod(0o555)
+    run.step()
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        run.save()
+    assert [record.checkpoint for record in run.manager.records()] == [name]
     run.step()
     assert run.manager.restore(name).step == 1
+    run.manager.root.chmod(0o777)
+    run.step()
+    assert run.manager.restore(run.save()).step == 4
 
 
 def test_a_directory_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:

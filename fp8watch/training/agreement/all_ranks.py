@@ -20,7 +20,9 @@ from fp8watch.training.agreement.rounds import (
     compare,
     pack_answer,
     pack_fate,
+    pack_verdict,
     read_answer,
+    read_norms,
 )
 from fp8watch.training.agreement.transport import Pending, Transport, TransportLost
 
@@ -54,16 +56,17 @@ class AllRanks:
         *,
         wait_seconds: float,
         drain_seconds: float = DRAIN_SECONDS,
+        stages: int = 1,
         aside: Callable[[Callable[[], None]], Callable[[float], None] | None] = in_a_thread,
     ) -> None:
         """`verdicts` carries what is asked before an optimizer step, apart from the votes of the boundaries.
 
-        `wait_seconds`: after that a rank that has not come is given up.
+        `wait_seconds`: after that a rank that has not come is given up. `stages` of a pipeline, on all ranks the same.
         """
         self.unavailable: str | None = None
         self.on_over: Callable[[str], None] = lambda reason: None
         """Told once, with the reason, when nothing is voted on any more."""
-        self._rank = rank
+        self._rank, self._stages = rank, stages
         self._votes, self._verdicts = votes, verdicts
         self._wait_seconds = wait_seconds
         self._drain_seconds = drain_seconds
@@ -128,19 +131,31 @@ class AllRanks:
         Called before each optimizer step while updates may be skipped; waits. Raises `MustStop` when the others'
         answer was lost.
         """
+        reduced = self._ask(pack_verdict(is_bad=is_bad, may_act=may_act, stages=self._stages))
+        return reduced is not None and bool(reduced[0]) and bool(reduced[1])
+
+    def stage_norms(self, stage: int, norm: float) -> list[float] | None:
+        """The norm of every pipeline stage's gradients, from this stage's; None when the others cannot be asked.
+
+        Called before each optimizer step while a clip limit of ours holds; waits. Raises `MustStop` as `any_bad`.
+        """
+        reduced = self._ask(pack_verdict(norm=(stage, norm), stages=self._stages))
+        return None if reduced is None else read_norms(reduced)
+
+    def _ask(self, verdict: list[int]) -> list[int] | None:
         if self._rounds.over is not None or self._is_verdict_over:
-            return False
+            return None
         self._is_asked = True
         try:
-            reduced = self._verdicts.start([-int(is_bad), int(may_act), 0]).wait(self._wait_seconds)
+            reduced = self._verdicts.start(verdict).wait(self._wait_seconds)
         except TransportLost as error:
             self._lost_verdict(str(error))
-            return False
+            return None
         if reduced[2]:
             # The votes go on until their own last round, in which the leaving is counted.
             self._is_verdict_over = True
-            return False
-        return bool(reduced[0]) and bool(reduced[1])
+            return None
+        return reduced
 
     def abandon(self, reason: str) -> None:
         """See `Agreement`."""
@@ -166,7 +181,8 @@ class AllRanks:
     def _drain(self, pending: Pending | None, ballot: Ballot, deadline: float) -> None:
         """Take part in what the others expect of this rank still, as one that carries nothing out."""
         is_asked = self._is_asked and not self._is_verdict_over
-        last = [self._verdicts.start([0, 1, -(self._rank + 1)])] if is_asked else []
+        verdict = pack_verdict(left=self._rank, stages=self._stages)
+        last = [self._verdicts.start(verdict)] if is_asked else []
         try:
             if pending is not None:
                 ruling = self._rounds.count(pending.wait(self._wait_seconds))

@@ -22,6 +22,7 @@ from fp8watch.settings import Settings
 from fp8watch.training.agreement.all_ranks import AllRanks
 from fp8watch.training.agreement.base import Agreement, ObserveOnly, SingleProcess
 from fp8watch.training.agreement.gloo import GlooTransport, TwoLevels, shorten
+from fp8watch.training.agreement.groups import ALONE, RankGroups
 from fp8watch.training.agreement.peers import Peers
 from fp8watch.training.agreement.transport import Transport
 
@@ -49,6 +50,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """False: its policy only observes."""
     policy: str
     """Digest of all that must be the same on every rank."""
+    modules: str = ""
+    """Digest of the names of its FP8 modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ class Joined:
     attempt: int
     peers: Peers | None = None
     """How ranks talk outside of step boundaries; None: one rank, or they cannot."""
+    elsewhere: tuple[str, ...] = ()
+    """FP8 modules that other ranks hold and this one does not (pipeline stages, experts)."""
 
 
 def policy_digest(*parts: object) -> str:
@@ -66,22 +71,38 @@ def policy_digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def join(identity: Identity, settings: Settings, *, attempt: int, acts: bool, policy: str) -> Joined:
-    """The agreement that fits this run. With several ranks and a policy that acts, waits for the other ranks."""
+def join(
+    identity: Identity,
+    settings: Settings,
+    *,
+    attempt: int,
+    acts: bool,
+    policy: str,
+    modules: Sequence[str] = (),
+    groups: RankGroups = ALONE,
+) -> Joined:
+    """The agreement that fits this run. With several ranks and a policy that acts, waits for the other ranks.
+
+    `modules`: names of this rank's FP8 modules.
+    """
     if identity.world_size == 1:
         return Joined(agreement=SingleProcess(), attempt=attempt)
     meeting = f"fp8watch/{next(_meetings)}"
     note = Note(
-        rank=identity.rank, host=identity.host, run=identity.run, attempt=attempt, acts=acts, policy=policy
+        rank=identity.rank, host=identity.host, run=identity.run, attempt=attempt, acts=acts,
+        policy=policy_digest(policy, groups.stages), modules=policy_digest(*modules),
     )  # fmt: skip
     peers: Peers | None = None
     try:
         store = _store(meeting)
         peers = Peers(store, identity.rank, identity.world_size)
+        if acts:  # before the note, so that whoever has read the note finds it
+            store.set(f"modules/{note.modules}", msgspec.json.encode(list(modules)).decode())
         store.set(f"note/{identity.rank}", msgspec.json.encode(note).decode())
         if not acts:
             return Joined(agreement=ObserveOnly(None), attempt=attempt, peers=peers)
         notes = _notes(store, identity.world_size, settings.join_seconds)
+        elsewhere = _elsewhere(store, notes, modules)
     except _NotTogether as error:
         return Joined(agreement=ObserveOnly(str(error) if acts else None), attempt=attempt, peers=peers)
     except Exception as error:  # what a store raises differs by kind and version of torch
@@ -99,8 +120,8 @@ def join(identity: Identity, settings: Settings, *, attempt: int, acts: bool, po
     except Exception as error:
         reason = f"several ranks: no group could be made ({shorten(error)})"
         return Joined(agreement=ObserveOnly(reason), attempt=attempt, peers=peers)
-    agreement = AllRanks(identity.rank, votes, verdicts, wait_seconds=seconds)
-    return Joined(agreement=agreement, attempt=attempt, peers=peers)
+    agreement = AllRanks(identity.rank, votes, verdicts, wait_seconds=seconds, stages=groups.stages)
+    return Joined(agreement=agreement, attempt=attempt, peers=peers, elsewhere=elsewhere)
 
 
 def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:
@@ -135,6 +156,14 @@ def transport(
     if rank == local_ranks[0]:
         leaders = GlooTransport(_c10d.PrefixStore(f"{name}/leaders", store), node, len(hosts), seconds=seconds)
     return TwoLevels(local, leaders, seconds=seconds)
+
+
+def _elsewhere(store: Any, notes: Sequence[Note], modules: Sequence[str]) -> tuple[str, ...]:
+    """What other ranks hold; each list is read once, however many ranks have it. Raises what a store raises."""
+    found: dict[str, None] = {}
+    for digest in dict.fromkeys(note.modules for note in notes if note.acts):
+        found |= dict.fromkeys(msgspec.json.decode(store.get(f"modules/{digest}"), type=list[str]))
+    return tuple(name for name in found if name not in set(modules))
 
 
 class _NotTogether(Exception):

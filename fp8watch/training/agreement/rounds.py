@@ -13,6 +13,7 @@ higher term, so a rank that missed a command cannot know that it did.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -178,6 +179,35 @@ def pack_answer(answer: int, about: str) -> list[int]:
 def read_answer(reduced: Sequence[int]) -> int:
     """The lowest answer, from the reduced numbers of `pack_answer`; 0 when ranks spoke of different things."""
     return reduced[0] if reduced[1] == -reduced[2] else 0
+
+
+NOBODY = 2**63 - 1
+"""In a place of a verdict that another rank fills in: it changes no minimum."""
+
+
+def pack_verdict(
+    *,
+    is_bad: bool = False,
+    may_act: bool = True,
+    left: int | None = None,
+    norm: tuple[int, float] | None = None,
+    stages: int = 1,
+) -> list[int]:
+    """What is said before an optimizer step, to be reduced to the minimum over ranks: three numbers, and in a pipeline
+    one for each stage.
+
+    `left`: this rank, which leaves. `norm`: (stage, norm of its gradients); a norm is not negative, so its bits are in
+    the order of the numbers, with infinity and then NaN above all.
+    """
+    places = [NOBODY] * stages if stages > 1 else []
+    if norm is not None and places:
+        places[norm[0]] = struct.unpack("<q", struct.pack("<d", abs(norm[1])))[0]
+    return [-int(is_bad), int(may_act), 0 if left is None else -(left + 1), *places]  # fmt: skip
+
+
+def read_norms(reduced: Sequence[int]) -> list[float]:
+    """The norm of each stage, from the reduced numbers of `pack_verdict`; NaN where no rank of a stage said one."""
+    return [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in reduced[3:]]
 
 
 CANNOT = [0, 0, 0, 0]

@@ -1,0 +1,49 @@
+"""Whether the checkpoints that are to be kept will fit on their disk, said at the start and not when one fails."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from fp8watch.checkpoints.config import Checkpoints
+from fp8watch.checkpoints.place import Place
+
+MOMENTS = 2
+"""Tensors of a parameter's size that an optimizer without state yet is taken to keep for each (Adam's)."""
+
+
+def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> int:
+    """About how many bytes one checkpoint of all ranks will have: weights, buffers and optimizer state.
+
+    A sharded tensor counts once as a whole; what a rank holds by itself (pipeline stages) counts for each rank.
+    """
+    found, own = 0, 0
+    tensors: list[tuple[torch.Tensor, int]] = [(buffer, 1) for buffer in model.buffers()]
+    for parameter in model.parameters():
+        state = optimizer.state.get(parameter)
+        if state:
+            tensors += [(value, 1) for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors.append((parameter, 1 if state or not parameter.requires_grad else 1 + MOMENTS))
+    for tensor, times in tensors:
+        size = times * tensor.numel() * tensor.element_size()
+        found, own = (found + size, own) if hasattr(tensor, "placements") else (found, own + size)
+    return found + own * (place.world_size if place.layout == "shards" else 1)
+
+
+def shortage(root: Path, config: Checkpoints, one: int, held: int) -> str | None:
+    """Why the disk is too small for the checkpoints that rotation leaves and the one being saved; None: it is not.
+
+    `one`: bytes of one; `held`: how many lie there already. Raises `OSError`.
+    """
+    free = shutil.disk_usage(root).free
+    # The newest good one may stay beyond those that are kept, and a new one is there before an old one goes.
+    wanted = max(1, config.keep + 2 - held)
+    if wanted * one <= free:
+        return None
+    gib = 2.0**30
+    return (
+        f"checkpoints: {root} has {free / gib:.3g} GiB free, and {wanted} more of about {one / gib:.3g} GiB each are "
+        f"to come (keep={config.keep}): saving will fail when it is full, and no rollback is possible from then on"
+    )

@@ -1,0 +1,156 @@
+"""Whether the arguments of `fp8watch.attach` are what they should be: all that are not, each in one line.
+
+Looked at before anything is started. Schedulers, scalers and loaders of other makes are taken as long as they have
+what makes them one; what an action needs beyond that is said in `watch.capabilities`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8watch.checkpoints import Checkpoints
+from fp8watch.settings import Settings
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+_OF_SCHEDULERS = ("step", "state_dict")
+_OF_SCALERS = ("scale", "get_scale", "update", "is_enabled", "unscale_")
+_OF_SAVED = ("state_dict", "load_state_dict")
+_NAMEABLE = re.compile(r"[A-Za-z0-9_]")
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+def problems(arguments: Mapping[str, Any]) -> list[str]:
+    """What is wrong with attach's arguments, by name; each as `file:line: argument: reason`, the line being that of
+    the call. Arguments with a default are not looked at where they are None."""
+    where = called_at()
+    found = []
+    for name, check in _CHECKS.items():
+        value = arguments[name]
+        if value is None and name not in ("model", "optimizer"):
+            continue
+        reason = check(value) or _unsaveable(name, value, arguments["checkpoints"])
+        if reason is not None:
+            found.append(f"{where}: {name}: {reason}")
+    return found
+
+
+def called_at() -> str:
+    """`file:line` of the innermost caller that is not of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def shown(value: Any) -> str:
+    """A value in a few words: its class, and itself where it is short."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    text = repr(value) if isinstance(value, (*_PLAIN, Path)) else ""
+    kind = type(value).__name__
+    return f"{kind} {text}" if text and len(text) <= 60 else kind
+
+
+def _model(value: Any) -> str | None:
+    return None if isinstance(value, torch.nn.Module) else f"a torch.nn.Module is wanted, got {shown(value)}"
+
+
+def _optimizer(value: Any) -> str | None:
+    return (
+        None if isinstance(value, torch.optim.Optimizer) else f"a torch.optim.Optimizer is wanted, got {shown(value)}"
+    )
+
+
+def _scheduler(value: Any) -> str | None:
+    wanted = "a learning-rate scheduler, with step() and state_dict(), is wanted"
+    if isinstance(value, torch.optim.Optimizer):
+        return f"{wanted}, got an optimizer ({type(value).__name__})"
+    return None if _has_one(value, _OF_SCHEDULERS) else f"{wanted}, got {shown(value)}"
+
+
+def _dataloader(value: Any) -> str | None:
+    is_iterable = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+    if is_iterable and not isinstance(value, (*_PLAIN, type, Path)):
+        return None
+    return f"the loader that the loop iterates is wanted, got {shown(value)}"
+
+
+def _checkpoints(value: Any) -> str | None:
+    if isinstance(value, Checkpoints):
+        return None
+    path = str(value) if isinstance(value, str | Path) else "ckpt"
+    return f'fp8watch.Checkpoints("{path}", every=200) is wanted, got {shown(value)}'
+
+
+def _policy(value: Any) -> str | None:
+    if isinstance(value, str | Path):
+        return None
+    return f"a policy file, the name of a shipped policy or YAML text is wanted, got {shown(value)}"
+
+
+def _scaler(value: Any) -> str | None:
+    if _has_one(value, _OF_SCALERS):
+        return None
+    return f"a loss scaler such as torch.amp.GradScaler is wanted, got {shown(value)}"
+
+
+def _mesh(value: Any) -> str | None:
+    is_none = isinstance(value, (*_PLAIN, type)) or (callable(value) and not hasattr(value, "__len__"))
+    return f"a device mesh or process groups are wanted, got {shown(value)}" if is_none else None
+
+
+def _run(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"a name (str) is wanted, got {shown(value)}"
+    if value and not _NAMEABLE.search(value):  # an empty one is none, as FP8WATCH_RUN
+        return f"{value!r} has no letter or digit (A-Z, a-z, 0-9) that a folder and a label could be named by"
+    return None
+
+
+def _settings(value: Any) -> str | None:
+    if isinstance(value, Settings):
+        return None
+    return f"fp8watch.settings.Settings(...) is wanted, got {shown(value)}"
+
+
+def _forward(value: Any) -> str | None:
+    wanted = "a function without arguments that runs the coming batch and returns its loss is wanted"
+    if not callable(value) or isinstance(value, type):
+        return f"{wanted}, got {shown(value)}"
+    try:
+        inspect.signature(value.forward if isinstance(value, torch.nn.Module) else value).bind()
+    except TypeError as error:
+        return f"{wanted}, got {shown(value)} ({error})"
+    except ValueError:  # a builtin that does not tell
+        return None
+    return None
+
+
+def _unsaveable(name: str, value: Any, checkpoints: Any) -> str | None:
+    """Why checkpoints could not hold a scheduler or scaler: every one of them would fail."""
+    if name not in ("lr_scheduler", "scaler") or not isinstance(checkpoints, Checkpoints):
+        return None
+    missing = [f"{method}()" for method in _OF_SAVED if not callable(getattr(value, method, None))]
+    if not missing:
+        return None
+    return f"{type(value).__name__} has no {' and no '.join(missing)}, and so no checkpoint could hold it"
+
+
+def _has_one(value: Any, names: tuple[str, ...]) -> bool:
+    return not isinstance(value, type) and any(callable(getattr(value, name, None)) for name in names)
+
+
+_CHECKS: dict[str, Callable[[Any], str | None]] = {
+    "model": _model, "optimizer": _optimizer, "lr_scheduler": _scheduler, "dataloader": _dataloader,
+    "checkpoints": _checkpoints, "policy": _policy, "scaler": _scaler, "mesh": _mesh, "run": _run,
+    "settings": _settings, "forward": _forward,
+}  # fmt: skip
+"""In the order of attach's signature."""
