@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from fp8watch import wire
 from fp8watch.errors import WireError
-from fp8watch.records import CheckpointRecord, Evaluation, Hello, Message, Reply
+from fp8watch.records import CheckpointRecord, Evaluation, Hello, Message, Reply, Welcome
 from fp8watch_agent.lifecycle import RankKey
 
 logger = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ class Connection:
             return
         if isinstance(message, Hello):
             if message.wire_version not in wire.READABLE_VERSIONS:
-                logger.warning("run %s speaks wire version %d", message.run, message.wire_version)
                 self._drop(message.run, "version")
+                self._turn_away(message)
                 return
             if self.key is not None and self.key != (message.run, message.rank):
                 self._drop(self._run, "foreign")
@@ -100,6 +100,16 @@ class Connection:
             self._drop(self._run, "foreign")
             return
         yield message
+
+    def _turn_away(self, hello: Hello) -> None:
+        """Say to a rank that is not understood why nobody watches it; it tries again, perhaps with a newer agent."""
+        warning = (
+            f"rank {hello.rank} of run {hello.run} speaks wire version {hello.wire_version}, this node's agent reads "
+            f"{sorted(wire.READABLE_VERSIONS)}: it is not watched until one of them is upgraded"
+        )
+        logger.warning("%s", warning)
+        self.send(Welcome(wire_version=wire.WIRE_VERSION, run=hello.run, term=0, warnings=[warning]))
+        self.close(is_flushed=True)
 
     def _is_own(self, message: Message) -> bool:
         assert self.key is not None

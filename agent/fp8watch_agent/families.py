@@ -32,6 +32,8 @@ _ELEMENTS = {
     "quantized": "fp8watch_quantized_elements_total",
     "saturated": "fp8watch_saturated_elements_total",
     "underflowed": "fp8watch_underflowed_elements_total",
+    "blocks": "fp8watch_scaled_blocks_total",
+    "clipped_blocks": "fp8watch_clipped_blocks_total",
 }
 
 
@@ -95,6 +97,14 @@ def _run_samples(run: RunMetrics, now: float) -> Iterator[_Sample]:
         yield make(_SCALARS, "rank_info", 1, str(rank), gpu, uuid)
     for state in STATES:
         yield make(_SCALARS, "run_state", state == run.state, state)
+    yield make(_SCALARS, "run_failed", run.has_failed)
+    if run.expected_ranks:
+        yield make(_SCALARS, "expected_ranks", run.expected_ranks)
+    if run.open is not None:
+        for severity in ("warn", "act"):
+            yield make(_SCALARS, "open_findings", 0, "", "", severity)
+        for finding in sorted(run.open):
+            yield make(_SCALARS, "open_findings", 1, *finding)
     position = run.position()
     if position is not None:
         for name, value in zip(("attempt", "step", "last_step_timestamp_seconds"), position, strict=True):
@@ -162,6 +172,7 @@ def _tensor_samples(run: RunMetrics, now: float) -> Iterator[tuple[int, str, flo
         "tensor_amax_max_60s": (tensors.amax_max_60s(now), np.fmax),
         "tensor_scale": (tensors.gauge("scale"), np.fmax),
         "tensor_shadow_error": (tensors.gauge("shadow_error"), np.fmax),
+        "tensor_scale_spread_log2": (tensors.gauge("scale_spread"), np.fmax),
         "tensor_headroom_log2": (headroom, np.fmin),
         "tensor_headroom_log2_min_60s": (headroom_min, np.fmin),
     }

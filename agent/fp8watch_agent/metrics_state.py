@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from fp8watch.controller.open_findings import Open
 from fp8watch.records import (
     ActionRecord,
     Evaluation,
@@ -114,6 +115,11 @@ class MetricsState:
         with self._lock:
             self._run(run).unseen[reason] += count
 
+    def open_findings(self, run: str, found: Open) -> None:
+        """What is wrong with a run now: the controller's word, which stands when the run is over."""
+        with self._lock:
+            self._run(run).open = found
+
     def store_error(self, run: str) -> None:
         """Count a write to the store that failed."""
         with self._lock:
@@ -129,7 +135,8 @@ class MetricsState:
         """No rank is left; keeps a state that the controller has already given."""
         with self._lock:
             if run in self._runs and self._runs[run].state == "running":
-                self._runs[run].set_state(state, self._clock())
+                is_halted = state == "ended" and self._runs[run].is_halted
+                self._runs[run].set_state("halted" if is_halted else state, self._clock())
 
     def tokens(self) -> dict[str, float]:
         """Tokens that the running runs have trained on, as their local ranks say."""

@@ -19,6 +19,7 @@ from fp8watch.records import Command, LedgerUpdate
 from fp8watch.security import Verifier
 from fp8watch.security.envelope import Sealer
 from fp8watch.security.keyring import KeyRing
+from fp8watch_agent import incarnation
 from fp8watch_agent.downlink import DownlinkThread
 from fp8watch_agent.families import Family
 from fp8watch_agent.gpu import GpuWatch
@@ -59,7 +60,7 @@ class NodeProgram:
         self.uplink = UplinkThread(
             up,
             node=options.node,
-            sealer=Sealer(options.node, time.time_ns(), frame_ring),
+            sealer=Sealer(options.node, incarnation.begin(spool_folder(options), time.time_ns()), frame_ring),
             spool=Spool(spool_folder(options), options.spool_limit_bytes),
             keep_seconds=options.redis_keep_seconds,
             metrics_url=metrics_url,
@@ -125,6 +126,7 @@ class NodeProgram:
         found: dict[str, list[tuple[tuple[str, ...], float]]] = {
             "agent_redis_up": [((node,), float(not up.is_away))],
             "agent_spool_bytes": [((node,), float(up.waiting_bytes))],
+            "agent_spool_errors_total": [((node,), float(up.spool_errors))],
             "agent_sent_total": [((node,), float(up.sent))],
             "agent_sent_bytes_total": [((node,), float(up.sent_bytes))],
             "agent_replayed_total": [((node,), float(up.replayed))],

@@ -85,6 +85,7 @@ async def _serve(
         return RunController(
             store, clock=time.time, listener=listener, directory=options.directory,
             signer=keys.signer, approval_ring=keys.approval_ring, on_unseen=metrics.unseen,
+            on_open=metrics.open_findings,
         )  # fmt: skip
 
     def open_session(name: str) -> server.Session:

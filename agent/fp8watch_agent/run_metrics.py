@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from fp8watch.controller.open_findings import Open
 from fp8watch.records import ActionRecord, Finding, Goodbye, Hello, Layout, StepFrame
 from fp8watch_agent.tensor_metrics import TensorMetrics
 from fp8watch_agent.worst import WorstLayers
@@ -49,6 +50,10 @@ class RunMetrics:
         self.state_since = 0.0
         self.hello: Hello | None = None
         self.hellos: dict[int, Hello] = {}
+        self.open: Open | None = None
+        """Findings under way; None: not judged here."""
+        self._attempt = 0
+        self._failed_attempt = self._halted_attempt = -1
         self.recipe = ""
         self.tensors = TensorMetrics()
         self.worst = WorstLayers(worst_layers)
@@ -79,6 +84,7 @@ class RunMetrics:
             self._reported_drops.pop(hello.rank, None)  # a new process counts from 0
         self.hello = hello if self.hello is None or hello.rank <= self.hello.rank else self.hello
         self.hellos[hello.rank] = hello
+        self._attempt = max(self._attempt, hello.attempt)
         self._ranks.setdefault(hello.rank, _RankScalars(attempt=hello.attempt, step=hello.step))
         self.set_state("running", now)
 
@@ -125,6 +131,25 @@ class RunMetrics:
     def goodbye(self, goodbye: Goodbye) -> None:
         """A rank leaves of its own will."""
         self.add_reported_drops(goodbye.rank, goodbye.dropped)
+        if _is_failure(goodbye.reason):
+            self._failed_attempt = self._attempt
+        if goodbye.reason == "halted":
+            self._halted_attempt = self._attempt
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has left with an error in the newest attempt."""
+        return self._failed_attempt == self._attempt
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a rank has said in the newest attempt that policy halted it."""
+        return self._halted_attempt == self._attempt
+
+    @property
+    def expected_ranks(self) -> int:
+        """World size as the ranks say; 0: none has said hello."""
+        return max((hello.world_size for hello in self.hellos.values()), default=0)
 
     def forget_rank(self, rank: int) -> None:
         """A rank is gone while others go on: its last values no longer count."""
@@ -198,6 +223,12 @@ class RunMetrics:
         if len(self._seen) > _REMEMBERED_IDS:
             self._seen_set.discard(self._seen.popleft())
         return True
+
+
+def _is_failure(reason: str) -> bool:
+    """Whether a goodbye's reason is an error of training. A person's interrupt and `sys.exit` are none."""
+    is_error = reason.startswith("error: ") or reason == "ranks apart"
+    return is_error and reason not in ("error: KeyboardInterrupt", "error: SystemExit")
 
 
 def _is_clipped(scalars: dict[str, float]) -> bool:

@@ -55,6 +55,8 @@ class Spool:
         self._writer_bytes = 0
         self._is_disk_bad = False
         self.lost: Counter[str] = Counter()
+        self.errors = 0
+        """Times that an entry could not be written and was held in memory."""
         self._sizes: dict[Path, int] = {}
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,6 +183,7 @@ class Spool:
         if not self._is_disk_bad and not self._memory:
             logger.warning("spool %s cannot be written (%s): holding the newest in memory", self._folder, error)
         self._is_disk_bad = True
+        self.errors += 1
         self._memory.append(entry)
         self._memory_bytes += entry.size
         while self._memory_bytes > min(MEMORY_BYTES, self._limit):

@@ -26,7 +26,8 @@ Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 
 CLASSES = ("input", "weight", "output", "grad_output", "grad_input")
-ELEMENT_COUNTS = ("quantized", "saturated", "underflowed")
+SAMPLED_COUNTS = ("quantized", "saturated", "underflowed", "blocks", "clipped_blocks")
+SAMPLED_GAUGES = ("shadow_error", "scale_spread")
 MAX_TENSORS = 100_000
 """Rows kept for one run; a layout beyond it is refused."""
 _RECENT_STEPS = 64
@@ -114,19 +115,20 @@ class TensorMetrics:
         for name in ("scale", "headroom"):
             if name in view.gauges:
                 view.gauges[name][view.rows[in_bf16]] = np.nan  # runs in BF16: no scale is in force
-        for name in ELEMENT_COUNTS:
+        for name in SAMPLED_COUNTS:
             values, ok = _read(frame, name, len(view.rows))
             if name in frame.columns:
                 self.counts.setdefault(name, np.zeros(len(self.modules), dtype=np.uint64))[view.rows[ok]] += values[ok]
-        if "shadow_error" in frame.columns:
-            self._keep(view, "shadow_error", *_read(frame, "shadow_error", len(view.rows)))
+        for name in SAMPLED_GAUGES:
+            if name in frame.columns:
+                self._keep(view, name, *_read(frame, name, len(view.rows)))
         if "nonfinite" in frame.columns:
             values, ok = _read(frame, "nonfinite", len(view.rows))
             nonfinite["tensor"] = int(values[ok].sum())
         return nonfinite
 
     def gauge(self, name: str) -> Floats:
-        """`amax`, `scale`, `shadow_error` or `headroom` of every row, ranks merged; NaN where not observed."""
+        """`amax`, `scale`, `headroom` or one of `SAMPLED_GAUGES` of every row, ranks merged; NaN where not observed."""
         pick: Callable[..., Floats] = np.fmin if name == "headroom" else np.fmax
         merged = np.full(len(self.modules), np.nan, dtype=np.float32)
         for view in self._ranks.values():

@@ -29,6 +29,7 @@ from fp8watch.controller.redis_link import RedisError, RedisLink, reason_of
 from fp8watch.records import Goodbye, Hello, Layout, NodeFrame, RankLost, Uplink
 from fp8watch.security.envelope import Sealer
 from fp8watch_agent.spool import Entry, Spool
+from fp8watch_agent.trim import Ages
 
 logger = logging.getLogger(__name__)
 MAX_QUEUED = 4096
@@ -49,6 +50,7 @@ class _Known:
     sealed: dict[int, bytes] = field(default_factory=dict)
     """The hellos as they were sent."""
     layout: Layout | None = None
+    ages: Ages = field(default_factory=lambda: Ages(time.monotonic))
 
 
 class UplinkThread(threading.Thread):
@@ -80,7 +82,7 @@ class UplinkThread(threading.Thread):
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._retry_seconds = FIRST_RETRY_SECONDS
-        self._presence_at = self._trim_at = self._retry_at = 0.0
+        self._presence_at = self._trim_at = self._retry_at = self._away_since = 0.0
         self._since_unix = time.time()
         self.is_away = False
         """Redis cannot be reached or takes nothing; things go to the spool."""
@@ -94,6 +96,11 @@ class UplinkThread(threading.Thread):
     def waiting_bytes(self) -> int:
         """Bytes in the spool."""
         return self._spool.size_bytes
+
+    @property
+    def spool_errors(self) -> int:
+        """Times the spool could not be written."""
+        return self._spool.errors
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -166,6 +173,8 @@ class UplinkThread(threading.Thread):
             return
         if self.is_away:
             self.is_away = False
+            if now - self._away_since > PRESENCE_TTL_MS / 2000:
+                self._announce([run for run, known in list(self._known.items()) if known.hellos])
             self._presence_at = 0.0  # look at once whether Redis still knows this node's runs
             logger.info("redis at %s takes frames again; %d from the spool sent", self._link.shown, self.replayed)
         self._retry_seconds = FIRST_RETRY_SECONDS
@@ -232,6 +241,7 @@ class UplinkThread(threading.Thread):
         if bad is not None:
             raise bad
         del self._gone[: len(gone)]
+        self._note_ages(entries, answers)
         self.sent += len(entries)
         self.sent_bytes += sum(len(entry.data) for entry in entries)
 
@@ -258,17 +268,34 @@ class UplinkThread(threading.Thread):
             if not answers[3 + 3 * position]:
                 logger.warning("redis at %s has lost run %s; announcing it again", self._link.shown, run)
                 self._on_error("data_lost")
-                known = self._known[run]
-                for hello in known.hellos.values():
-                    self.send(hello)
-                if known.layout is not None:
-                    self.send(known.layout)
+                self._announce([run])
         if now - self._trim_at >= TRIM_SECONDS:
             self._trim_at = now
             # Each agent trims, so that streams are bounded while no controller runs.
-            oldest = int((self._redis.time()[0] - self._keep_seconds) * 1000)
-            for run in runs:
-                self._redis.xtrim(RunKeys(run).frames, minid=f"{max(0, oldest)}-0", approximate=True)
+            self._trim(runs, self._keep_seconds)
+
+    def _announce(self, runs: list[str]) -> None:
+        """Say again which ranks are here: Redis has lost it, or who was silent for long was taken for gone."""
+        for run in runs:
+            known = self._known.get(run, _Known())  # or it has just ended on this node
+            for hello in list(known.hellos.values()):
+                self.send(hello)
+            if known.layout is not None:
+                self.send(known.layout)
+
+    def _note_ages(self, entries: list[Entry], answers: list[Any]) -> None:
+        """Names that Redis gave: an entry's answer is a name, of the other commands a number."""
+        names = [answer.decode() for answer in answers if isinstance(answer, bytes)]
+        for entry, name in zip(entries, names, strict=False):
+            if (known := self._known.get(entry.run)) is not None:
+                known.ages.sent(name)
+
+    def _trim(self, runs: list[str], keep_seconds: float) -> None:
+        redis_seconds = self._redis.time()[0]
+        for run in runs:
+            ages = self._known.get(run, _Known()).ages
+            oldest = ages.oldest_kept(keep_seconds, redis_seconds)
+            self._redis.xtrim(RunKeys(run).frames, minid=oldest, approximate=True)
 
     def _failed(self, error: Exception) -> None:
         reason = reason_of(error)
@@ -276,7 +303,7 @@ class UplinkThread(threading.Thread):
         self._retry_at = time.monotonic() + self._retry_seconds * random.uniform(0.5, 1.0)
         self._retry_seconds = min(self._retry_seconds * 2, MAX_RETRY_SECONDS)
         if not self.is_away:
-            self.is_away = True
+            self.is_away, self._away_since = True, time.monotonic()
             logger.warning("redis at %s: %s (%s); frames go to the spool", self._link.shown, reason, error)
         if reason in ("read_only", "timeout"):
             self._link.reset()
@@ -286,8 +313,6 @@ class UplinkThread(threading.Thread):
     def _make_room(self) -> None:
         """A full server takes no frames but still trims: keep half as long."""
         try:
-            oldest = int((self._redis.time()[0] - self._keep_seconds / 2) * 1000)
-            for run in list(self._known):
-                self._redis.xtrim(RunKeys(run).frames, minid=f"{max(0, oldest)}-0", approximate=True)
+            self._trim(list(self._known), self._keep_seconds / 2)
         except (RedisError, OSError) as error:
             logger.debug("no room could be made: %s", error)

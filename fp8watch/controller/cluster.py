@@ -7,6 +7,7 @@ the same number when it is back.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import threading
@@ -22,6 +23,7 @@ from fp8watch.controller import redis_keys
 from fp8watch.controller.cluster_run import ClusterController
 from fp8watch.controller.inflow import Entered, Inflow
 from fp8watch.controller.lease import Lease
+from fp8watch.controller.open_findings import Open
 from fp8watch.controller.outbox import Fenced, Interrupted, Outbox
 from fp8watch.controller.redis_keys import RunKeys
 from fp8watch.controller.redis_link import RedisError, RedisLink, reason_of
@@ -39,7 +41,7 @@ LOOK_SECONDS = 1.0
 """How often runs, nodes and people's verdicts are looked for."""
 MISSING_LOOKS = 10
 """Looks in a row in which a node's agent was not there before its ranks are taken for lost."""
-MEMORY_PARTS = ("memory", "last_id", "numbers", "nodes")
+MEMORY_PARTS = ("memory", "last_id", "numbers", "nodes", "unfinished")
 """Fields of a run's state in Redis."""
 STANDBY_SECONDS = 0.25
 MAX_RETRY_SECONDS = 1.0
@@ -49,8 +51,8 @@ MAX_RETRY_SECONDS = 1.0
 class _Progress:
     """What is open of one run."""
 
-    open_frames: deque[tuple[tuple[int, int], str]] = field(default_factory=deque)
-    """((attempt, step), entry) of frames whose step is not complete."""
+    open_frames: deque[tuple[tuple[int, int], Entered]] = field(default_factory=deque)
+    """((attempt, step), entry without its message) of frames whose step is not complete."""
     done: list[str] = field(default_factory=list)
     remembered_at: float = 0.0
     memory_bytes: int = 0
@@ -58,6 +60,8 @@ class _Progress:
     nodes: dict[int, str] = field(default_factory=dict)
     """Rank -> node whose agent it said hello to."""
     missing: Counter[str] = field(default_factory=Counter)
+    looks: int = 0
+    """Times that the run was asked whether it is over."""
 
 
 class ClusterProgram:
@@ -75,6 +79,7 @@ class ClusterProgram:
         frame_ring: KeyRing | None = None,
         approval_ring: KeyRing | None = None,
         listener: Callable[[Stored], None] | None = None,
+        on_open: Callable[[str, Open], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.link = link
@@ -86,7 +91,7 @@ class ClusterProgram:
         self.inflow = Inflow(link, holder, frame_ring)
         self.runs = ClusterController(
             self.outbox, clock=time.time, listener=listener, max_mode=max_mode, signer=signer,
-            approval_ring=approval_ring, disarmed_by=self._why_disarmed,
+            approval_ring=approval_ring, disarmed_by=self._why_disarmed, on_open=on_open,
         )  # fmt: skip
         self._signer = signer or Signer(None)
         self._progress: dict[str, _Progress] = defaultdict(_Progress)
@@ -144,6 +149,7 @@ class ClusterProgram:
             held = self.lease.acquire()
             if held is None:
                 if self.runs.names():
+                    logger.warning("%s holds the lease now: standing by", self.lease.seen)
                     self._step_down()
                 return False
             self._lead(held.term, is_unbroken=held.is_unbroken)
@@ -181,7 +187,7 @@ class ClusterProgram:
         """Begin to decide for a run, where another controller stopped if one did."""
         self.outbox.claim(run)
         self.outbox.revive(run)
-        memory, last_id, numbers, nodes = self._recall(run)
+        memory, last_id, numbers, nodes, unfinished = self._recall(run)
         progress = self._progress[run] = _Progress()
         if nodes is not None:
             progress.nodes = msgspec.msgpack.decode(nodes, type=dict[int, str])
@@ -193,7 +199,8 @@ class ClusterProgram:
         if self.runs.pilot(run) is None:
             self._greet(run)
         known = msgspec.msgpack.decode(numbers, type=dict[str, tuple[int, int]]) if numbers else {}
-        entries = self.inflow.join(run, last_id.decode() if last_id else "0-0", known)
+        open_ones = msgspec.msgpack.decode(unfinished, type=list[tuple[str, int, int]]) if unfinished else []
+        entries = self.inflow.join(run, last_id.decode() if last_id else "0-0", known, open_ones)
         pilot = self.runs.pilot(run)
         logger.info(
             "run %s: from step %s, %d entries to be judged again", run, pilot.step if pilot else "?", len(entries)
@@ -223,9 +230,8 @@ class ClusterProgram:
                 hellos.append(message)
         for hello in sorted(hellos, key=lambda item: item.rank):
             self.outbox.command(run, self.runs.take(hello))
-        pilot = self.runs.pilot(run)
-        if pilot is not None:
-            pilot.know_layouts([item for item in self.store.read(run, Layout) if item.attempt == pilot.attempt])
+        if hellos:
+            self.runs.know_layouts(run, list(self.store.read(run, Layout)))
 
     # A round's work
 
@@ -251,14 +257,14 @@ class ClusterProgram:
             if isinstance(message, Hello):
                 progress.nodes[message.rank] = entry.node
             try:
-                self.outbox.command(entry.run, self.runs.take(message))
+                self.outbox.command(entry.run, self.runs.take(message, entry.entry_id))
             except Exception:
                 # One message that cannot be dealt with must not keep all others from being so.
                 self.runs.ignored["failed"] += 1
                 logger.exception("message %s of run %s failed", entry.entry_id, entry.run)
             self._backlog.popleft()
             if isinstance(message, NodeFrame):
-                progress.open_frames.append(((message.attempt, message.step), entry.entry_id))
+                progress.open_frames.append(((message.attempt, message.step), dataclasses.replace(entry, message=None)))
                 self.delays[entry.run] = time.time() - message.time_unix
             else:
                 progress.done.append(entry.entry_id)
@@ -274,18 +280,19 @@ class ClusterProgram:
     def _commit(self, run: str) -> None:
         progress = self._progress[run]
         pilot = self.runs.pilot(run)
-        still_open: deque[tuple[tuple[int, int], str]] = deque()
-        for position, entry_id in progress.open_frames:
+        still_open: deque[tuple[tuple[int, int], Entered]] = deque()
+        for position, entry in progress.open_frames:
             if pilot is None or position <= pilot.closed:
-                progress.done.append(entry_id)
+                progress.done.append(entry.entry_id)
             else:
-                still_open.append((position, entry_id))
+                still_open.append((position, entry))
         progress.open_frames = still_open
         remembered = self.runs.memory(run)
         memory = {
             "last_id": self.inflow.last_id(run).encode(),
             "numbers": msgspec.msgpack.encode(self.inflow.numbers(run)),
             "nodes": msgspec.msgpack.encode(progress.nodes),
+            "unfinished": msgspec.msgpack.encode([(entry.node, *entry.number) for _, entry in still_open]),
         } | ({"memory": remembered} if remembered is not None else {})
         memory = {name: self._signer.memory(run, name, data) for name, data in memory.items()}
         progress.memory_bytes = len(remembered or b"")
@@ -318,7 +325,7 @@ class ClusterProgram:
             record = self.runs.state(run)
             if self.outbox.is_waiting(run):
                 self._commit(run)
-            if record is not None and record.state != "running" and run in active and not self._has_ranks(run):
+            if record is not None and record.state != "running" and run in active and self._is_over(run):
                 self.outbox.over(run)
                 self._commit(run)
                 self.runs.forget(run)
@@ -332,6 +339,12 @@ class ClusterProgram:
     def _has_ranks(self, run: str) -> bool:
         pilot = self.runs.pilot(run)
         return pilot is not None and bool(pilot.ranks)
+
+    def _is_over(self, run: str) -> bool:
+        """Whether a run that is not running has nobody left: no rank, and none that says hello in what waits."""
+        progress = self._progress[run]
+        progress.looks += 1  # the first look is before anything could be read
+        return not self._has_ranks(run) and progress.looks > 1 and not self.inflow.lag(run)
 
     def _look_for_nodes(self, run: str) -> None:
         """A node whose agent has fallen silent for long has lost its ranks with it."""

@@ -7,6 +7,7 @@ from collections import Counter
 
 from fp8watch import __version__, wire
 from fp8watch.controller import memory
+from fp8watch.controller.inbox import Inbox
 from fp8watch.controller.node_merge import NodeMerger
 from fp8watch.controller.run import RunPilot
 from fp8watch.controller.service import RunController
@@ -71,8 +72,24 @@ class ClusterController(RunController):
     _pilot_class = ClusterPilot
     least_term = 1
 
-    def take(self, message: Uplink) -> list[Reply]:
-        """An agent's message."""
+    _entry = ""
+    """Of the run's stream: the one that is dealt with."""
+
+    @property
+    def _lease_term(self) -> int:
+        return self.least_term
+
+    def _new_inbox(self, name: str) -> Inbox:
+        inbox = super()._new_inbox(name)
+        inbox.passed(self._entry)
+        return inbox
+
+    def take(self, message: Uplink, entry_id: str = "") -> list[Reply]:
+        """An agent's message, and the entry of the run's stream that it came as."""
+        self._entry = entry_id
+        known = self._runs.get(message.run)
+        if known is not None:
+            known.inbox.passed(entry_id)
         if isinstance(message, NodeFrame):
             run = self._runs.get(message.run)
             if run is None:
@@ -121,7 +138,17 @@ class ClusterController(RunController):
         pilot.forget_open_steps()
         pilot.know_layouts([layout for layout in layouts if layout.attempt == pilot.attempt])
         pilot.begin_term(self.least_term)
+        run.inbox.taken_over(self.least_term)
         self._runs[name] = run
+
+    def know_layouts(self, name: str, layouts: list[Layout]) -> None:
+        """What the store holds of a run that was met without a memory of it."""
+        run = self._runs.get(name)
+        if run is None:
+            return
+        assert isinstance(run.pilot, ClusterPilot)
+        run.pilot.know_layouts([item for item in layouts if item.attempt == run.pilot.attempt])
+        run.inbox.layouts()
 
     def everything(self, name: str) -> list[Stored]:
         """Records of a run that are known here: what can be written again after Redis lost its data."""
@@ -133,11 +160,13 @@ class ClusterController(RunController):
 
     def drop_all(self) -> None:
         """Another controller decides now: forget."""
-        self._runs.clear()
+        for name in self.names():
+            self.forget(name)
 
     def forget(self, name: str) -> None:
         """A run is over and nobody of it is left."""
         self._runs.pop(name, None)
+        self.open_findings.forget(name)
 
     def names(self) -> list[str]:
         """Runs that are known."""

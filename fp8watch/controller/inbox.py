@@ -51,18 +51,32 @@ class Inbox:
         self._known: set[tuple[int, int, int]] = set()
         self._disarmed = ""
         self._approvals: dict[str, Approval] = {}
+        self._after = ""
 
     def now(self) -> float:
         """Unix time of the newest message that carries one, by its sender's clock."""
         return self._time_unix
 
-    def opened(self, max_mode: Mode, last_step: int) -> None:
+    def opened(self, max_mode: Mode, last_step: int, term: int = 0) -> None:
         """This process begins to decide for the run; `last_step`: as far as the store knew it had come."""
-        self._note("opened", key=max_mode, step=last_step)
+        self._note("opened", key=max_mode, step=last_step, term=term)
+
+    def taken_over(self, term: int) -> None:
+        """Another controller of a cluster goes on here, under the term of its lease."""
+        self._note("taken_over", term=term)
+
+    def layouts(self) -> None:
+        """The layouts that the store has of the present attempt were taken in."""
+        self._note("layouts")
 
     def heard_at(self, time_unix: float) -> None:
         """A message that is kept elsewhere (a node's frame) was made at `time_unix`."""
         self._time_unix = time_unix or self._time_unix
+
+    def passed(self, entry_id: str) -> None:
+        """An entry of the run's stream is dealt with now; one that was there before changes nothing."""
+        if entry_id and entry_number(entry_id) > entry_number(self._after):
+            self._after = entry_id
 
     def frame(self, frame: StepFrame) -> StepFrame | None:
         """The frame with its number; None: it was here already."""
@@ -105,11 +119,20 @@ class Inbox:
                 self._approvals[approval.action_id] = approval
                 self._note("approval", body=wire.pack(approval))
 
-    def _note(self, kind: str, *, body: bytes = b"", key: str = "", step: int = 0) -> None:
+    def _note(self, kind: str, *, body: bytes = b"", key: str = "", step: int = 0, term: int = 0) -> None:
         self.records.append(
-            Arrival(run=self.run, sequence=self._next(), kind=kind, body=body, key=key, step=step)  # type: ignore[arg-type]
-        )
+            Arrival(
+                run=self.run, sequence=self._next(), kind=kind, body=body, key=key, step=step, after=self._after,  # type: ignore[arg-type]
+                term=term,
+            )
+        )  # fmt: skip
 
     def _next(self) -> int:
         self._count += 1
         return (self._process << PROCESS_BITS) + self._count
+
+
+def entry_number(entry_id: str) -> tuple[int, int]:
+    """A stream entry's id as numbers that can be compared; of none: before all."""
+    milliseconds, _, count = entry_id.partition("-")
+    return int(milliseconds or 0), int(count or 0)

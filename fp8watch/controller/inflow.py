@@ -10,7 +10,9 @@ persistence, an eviction) is made anew from there: nothing acts twice and nothin
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,13 @@ from fp8watch.controller.redis_keys import GROUP, RunKeys
 from fp8watch.controller.redis_link import BLOCK_MS, RedisLink, ResponseError
 from fp8watch.errors import WireError
 from fp8watch.records import Uplink
-from fp8watch.security.envelope import Opener, unpack
+from fp8watch.security.envelope import Opener, Repeated, unpack
 from fp8watch.security.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 READ_COUNT = 128
+POLL_MS = 50
+"""Between two looks at streams that cannot be read in one blocking call (Redis Cluster)."""
 CLAIM_COUNT = 256
 
 
@@ -36,6 +40,8 @@ class Entered:
     message: Uplink | None
     node: str = ""
     """Who sent it."""
+    number: tuple[int, int] = (0, 0)
+    """Incarnation and sequence of its envelope."""
 
 
 class Inflow:
@@ -55,21 +61,34 @@ class Inflow:
         self.claimed: Counter[str] = Counter()
         self.recreated: Counter[str] = Counter()
 
-    def join(self, run: str, last_id: str, numbers: dict[str, tuple[int, int]]) -> list[Entered]:
+    def join(
+        self,
+        run: str,
+        last_id: str,
+        numbers: dict[str, tuple[int, int]],
+        unfinished: Iterable[tuple[str, int, int]] = (),
+    ) -> list[Entered]:
         """Begin with a run; the entries that somebody read and did not finish, oldest first.
 
-        `last_id`: the newest entry whose effect is kept; `numbers`: what each agent had sent by then.
+        `last_id`: the newest entry read by the last commit; `numbers`: what each agent had sent by then; `unfinished`:
+        (sender, incarnation, sequence) of what was read by then and is still to be dealt with.
         """
         try:
-            return self._join(run, last_id, numbers)
+            return self._join(run, last_id, numbers, unfinished)
         except BaseException:
             self.leave(run)  # to be joined again, from the same point
             raise
 
-    def _join(self, run: str, last_id: str, numbers: dict[str, tuple[int, int]]) -> list[Entered]:
+    def _join(
+        self,
+        run: str,
+        last_id: str,
+        numbers: dict[str, tuple[int, int]],
+        unfinished: Iterable[tuple[str, int, int]],
+    ) -> list[Entered]:
         self._last_ids[run] = last_id
         self._openers[run] = Opener(self._ring)
-        self._openers[run].resume(numbers)
+        self._openers[run].resume(numbers, unfinished)
         self._make_group(run)
         found: list[Entered] = []
         start = "0-0"
@@ -128,6 +147,8 @@ class Inflow:
             for key, entries in answer.items() if isinstance(answer, dict) else answer or []:
                 found += [self.enter(by_key[key], entry_id, fields) for entry_id, fields in entries]
         self._is_unsure = False
+        if not found and (self._link.is_cluster or not keys):  # nothing that could have blocked
+            time.sleep((POLL_MS if keys else block_ms) / 1000)
         return found
 
     def _missed(self, by_key: dict[bytes, str]) -> list[Entered]:
@@ -157,9 +178,13 @@ class Inflow:
             return self._refuse(run, name, "malformed", error)
         try:
             body = self._openers[run].open(envelope)
+        except Repeated as error:
+            return self._refuse(run, name, "repeated", error)
         except WireError as error:
-            reason = "repeated" if "there before" in str(error) else "forged"
-            return self._refuse(run, name, reason, error)
+            return self._refuse(run, name, "forged", error)
+        if envelope.wire_version not in wire.READABLE_VERSIONS:
+            why = f"node {envelope.sender!r} speaks wire version {envelope.wire_version}: upgrade controllers first"
+            return self._refuse(run, name, "version", WireError(why))
         try:
             message = wire.unpack_uplink(body)
         except WireError as error:
@@ -167,12 +192,14 @@ class Inflow:
         if message.run != run:
             return self._refuse(run, name, "foreign", WireError(f"it speaks of run {message.run}"))
         self.taken[run] += 1
-        return Entered(run, name, message, envelope.sender)
+        return Entered(run, name, message, envelope.sender, (envelope.incarnation, envelope.sequence))
 
     def glance(self, data: bytes) -> tuple[Uplink, str] | None:
         """A sealed message that lies outside the stream, and its node; None: not genuine. Order is not looked at."""
         try:
             envelope = unpack(data)
+            if envelope.wire_version not in wire.READABLE_VERSIONS:
+                return None
             return wire.unpack_uplink(Opener(self._ring).open(envelope)), envelope.sender
         except WireError:
             return None

@@ -14,9 +14,15 @@ from typing import Any
 from fp8watch.controller.redis_keys import LEASE, TERM
 from fp8watch.controller.redis_link import RedisLink
 
+MAX_OTHERS = 10
+"""Times our own length: what a lease of another has left at most. Its end is a time of day, and if the clock of Redis'
+machine is set back, that of a holder who dies just then would lie hours ahead."""
 _ACQUIRE = """
 local held = redis.call('GET', KEYS[1])
-if held and not string.find(held, ':' .. ARGV[1], 1, true) then return {0, held} end
+if held and not string.find(held, ':' .. ARGV[1], 1, true) then
+  if redis.call('PTTL', KEYS[1]) > tonumber(ARGV[4]) then redis.call('PEXPIRE', KEYS[1], ARGV[4]) end
+  return {0, held}
+end
 local known = tonumber(redis.call('GET', KEYS[2]) or '-1')
 local term = math.max(known, tonumber(ARGV[3])) + 1
 redis.call('SET', KEYS[2], term)
@@ -63,7 +69,10 @@ class Lease:
     def acquire(self) -> Held | None:
         """Try to get it; None: somebody else has it. Raises `redis.RedisError`."""
         asked = self._clock()
-        answer = self._redis.eval(_ACQUIRE, 2, LEASE, TERM, self.holder, int(self._seconds * 1000), self.term)
+        milliseconds = int(self._seconds * 1000)
+        answer = self._redis.eval(
+            _ACQUIRE, 2, LEASE, TERM, self.holder, milliseconds, self.term, MAX_OTHERS * milliseconds
+        )
         term, other = int(answer[0]), bytes(answer[1]).decode()
         if term == 0:
             self.seen = other

@@ -1,8 +1,8 @@
 """From the frames of all ranks to one `Sample` a step: matched by module name, never by position.
 
-Scalars: loss, update_rms and update_ratio are means over ranks (a non-finite one stays non-finite), tokens and
-samples are sums, the rest is the largest. Columns: amax is the largest over the ranks that observed it, the scale
-is that of the rank nearest to clipping (largest amax * scale), counts are sums.
+Scalars: loss, loss_micro_median, update_rms and update_ratio are means over ranks (a non-finite one stays non-finite),
+tokens and samples are sums, the rest is the largest. Columns: amax is the largest over the ranks that observed it, the
+scale is that of the rank nearest to clipping (largest amax * scale), counts are sums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ from fp8watch import columns, what_if
 from fp8watch.detect.base import Sample
 from fp8watch.records import Layout, StepFrame, TensorColumn
 
-_MEANS = frozenset({"loss", "update_rms", "update_ratio", "lr_factor", "learning_rate"})
+_MEANS = frozenset({"loss", "loss_micro_median", "update_rms", "update_ratio", "lr_factor", "learning_rate"})
 _SUMS = frozenset({"tokens", "samples"})
 _COUNTS = frozenset(
-    {"quantized", "saturated", "underflowed", "nonfinite"}
+    {"quantized", "saturated", "underflowed", "nonfinite", "blocks", "clipped_blocks"}
     | {name for name, dtype in what_if.COLUMNS.items() if dtype == "u8"}
 )
 BEHIND_STEPS = 8
@@ -55,6 +55,8 @@ class Merger:
         self._newest: dict[int, int] = {}
         """Rank -> newest step that it is through with."""
         self._gone: set[int] = set()
+        self.tensor_groups: dict[tuple[int, ...], None] = {}
+        """Ranks of this attempt that were declared to hold parts of the same tensors."""
         self._start = 0
         self._closed = 0
 
@@ -67,10 +69,13 @@ class Merger:
         self._waiting.clear()
         self._layouts.clear()
         self._newest.clear()
+        self.tensor_groups.clear()
         self._start = self._closed = step
 
-    def join(self, rank: int, step: int) -> None:
+    def join(self, rank: int, step: int, tensor_group: Sequence[int] = ()) -> None:
         """A rank of this attempt is there (again); its first frame is of the step after `step`."""
+        if len(tensor_group) > 1:
+            self.tensor_groups[tuple(tensor_group)] = None
         self._gone.discard(rank)
         if self._closed == self._start and step < self._start:  # nothing is closed yet
             self._start = self._closed = step
@@ -168,13 +173,28 @@ def scale_checksum(frame: StepFrame) -> float | None:
     return float(zlib.crc32(column.data)) if column is not None and column.valid is None else None
 
 
+def precision_checksum(frame: StepFrame) -> float | None:
+    """CRC-32 of which modules ran in high precision in a step; None where some were not observed."""
+    column = frame.columns.get("high_precision")
+    return float(zlib.crc32(column.data)) if column is not None and column.valid is None else None
+
+
 def _agreeing(frames: list[StepFrame]) -> dict[str, dict[int, float]]:
     """Checksum -> rank -> value, in runs of several ranks: what replicas have in common, to the bit."""
     if len(frames) == 1:
         return {}
     parameters = {f.rank: f.scalars["param_checksum"] for f in frames if "param_checksum" in f.scalars}
     scales = {f.rank: value for f in frames if (value := scale_checksum(f)) is not None}
-    return {name: values for name, values in (("param_checksum", parameters), ("scale_checksum", scales)) if values}
+    precision = {f.rank: value for f in frames if (value := precision_checksum(f)) is not None}
+    return checksums(parameters, scales, precision)
+
+
+def checksums(
+    parameters: dict[int, float], scales: dict[int, float], precision: dict[int, float]
+) -> dict[str, dict[int, float]]:
+    """Checksum -> rank -> value, without those that no rank has."""
+    found = {"param_checksum": parameters, "scale_checksum": scales, "precision_checksum": precision}
+    return {name: values for name, values in found.items() if values}
 
 
 def _merge_scalars(frames: list[StepFrame], extremes: dict[str, int]) -> dict[str, float]:

@@ -12,17 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch import columns
-from fp8watch.controller.merge import scale_checksum
+from fp8watch.controller.merge import precision_checksum, scale_checksum
 from fp8watch.errors import WireError
 from fp8watch.records import Column, NodeFrame, StepFrame, TensorColumn
 
-SUMS = frozenset({"quantized", "saturated", "underflowed", "nonfinite"})
-"""Element counts: summed over ranks. Of the rest the largest counts, of `snr` the smallest."""
+SUMS = frozenset({"quantized", "saturated", "underflowed", "nonfinite", "blocks", "clipped_blocks"})
+"""Counts: summed over ranks. Of the rest the largest counts, of `snr` the smallest."""
 OWN = frozenset({"amax_rank", "amax_low"})
 """Columns that only a node's frame has."""
 
 SCALE_CHECKSUM = "scale_checksum"
 """Scalar that a node's frame has for each rank (`fp8watch.controller.merge.scale_checksum`)."""
+PRECISION_CHECKSUM = "precision_checksum"
+"""Likewise (`fp8watch.controller.merge.precision_checksum`)."""
+OF_RANKS = frozenset({SCALE_CHECKSUM, PRECISION_CHECKSUM})
 
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
@@ -77,8 +80,8 @@ def reduce(frames: list[StepFrame], layout: NodeLayout, *, node: str, layout_id:
 
 def _scalars(frame: StepFrame) -> dict[str, float]:
     """A rank's scalars, and what is lost in the reduction and must be equal in replicas."""
-    checksum = scale_checksum(frame)
-    return frame.scalars if checksum is None else {**frame.scalars, SCALE_CHECKSUM: checksum}
+    found = {SCALE_CHECKSUM: scale_checksum(frame), PRECISION_CHECKSUM: precision_checksum(frame)}
+    return frame.scalars | {name: checksum for name, checksum in found.items() if checksum is not None}
 
 
 def _columns(frames: list[StepFrame], layout: NodeLayout) -> dict[str, Column]:
@@ -165,7 +168,7 @@ def expand(frame: NodeFrame) -> list[StepFrame]:
             step=frame.step,
             layout_id=frame.layout_id,
             time_unix=frame.time_unix,
-            scalars={name: value for name, value in scalars.items() if name != SCALE_CHECKSUM},
+            scalars={name: value for name, value in scalars.items() if name not in OF_RANKS},
             columns=shared if position == 0 else {},
             updates_forward=frame.updates_forward,
             updates_backward=frame.updates_backward,

@@ -8,6 +8,7 @@ of them is one numpy call a column.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from fp8watch import columns
 from fp8watch.controller import merge
 from fp8watch.controller.merge import Merger
-from fp8watch.controller.node_frames import OWN, SCALE_CHECKSUM, SUMS
+from fp8watch.controller.node_frames import OF_RANKS, OWN, PRECISION_CHECKSUM, SCALE_CHECKSUM, SUMS
 from fp8watch.detect.base import Sample
 from fp8watch.errors import WireError
 from fp8watch.records import Layout, NodeFrame, StepFrame, TensorColumn
@@ -99,9 +100,9 @@ class NodeMerger(Merger):
         """Newest step that was given out; frames up to it are done with."""
         return self._closed
 
-    def join(self, rank: int, step: int) -> None:
+    def join(self, rank: int, step: int, tensor_group: Sequence[int] = ()) -> None:
         """A rank of this attempt is there (again); its first frame is of the step after `step`."""
-        super().join(rank, step)
+        super().join(rank, step, tensor_group)
         self._is_any_ahead |= step > self._closed
 
     def _complete(self) -> list[Sample]:
@@ -137,12 +138,14 @@ class NodeMerger(Merger):
 
     def _merge(self, frames: list[NodeFrame]) -> Sample:
         extremes: dict[str, int] = {}
-        single, checksums = [], {}
+        single = []
+        checksums: dict[str, dict[int, float]] = {name: {} for name in OF_RANKS}
         for frame in frames:
             for rank, own in zip(frame.ranks, frame.scalars, strict=False):
-                if SCALE_CHECKSUM in own:
+                if not OF_RANKS.isdisjoint(own):
                     own = dict(own)
-                    checksums[rank] = own.pop(SCALE_CHECKSUM)
+                    for name in OF_RANKS & own.keys():
+                        checksums[name][rank] = own.pop(name)
                 single.append(_RankScalars(rank, own))
         scalars = merge._merge_scalars(single, extremes)  # type: ignore[arg-type]
         described = [frame for frame in frames if (frame.rank, frame.layout_id) in self._orders and frame.columns]
@@ -212,12 +215,12 @@ class NodeMerger(Merger):
         return (np.stack(rows), np.stack(masks), nodes) if rows else None
 
 
-def _agreeing(single: list[_RankScalars], checksums: dict[int, float]) -> dict[str, dict[int, float]]:
+def _agreeing(single: list[_RankScalars], found: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
     """As `fp8watch.controller.merge` has it of single ranks."""
     if len(single) == 1:
         return {}
     parameters = {item.rank: item.scalars["param_checksum"] for item in single if "param_checksum" in item.scalars}
-    return {name: values for name, values in (("param_checksum", parameters), (SCALE_CHECKSUM, checksums)) if values}
+    return merge.checksums(parameters, found[SCALE_CHECKSUM], found[PRECISION_CHECKSUM])
 
 
 def _reduced(name: str, rows: Array, masks: Mask, seen: Mask) -> Array:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8watch import wire
+from fp8watch.controller.identity import key_of, step_of
 from fp8watch.controller.redis_keys import ACTIVE, GROUP, RUNS, RunKeys
 from fp8watch.controller.redis_link import RedisError
 from fp8watch.controller.store import Approval, R
@@ -48,9 +49,10 @@ _CLAIM = """
 local held = redis.call('HMGET', KEYS[1], 'term', 'number', 'before', 'number_before')
 local term = tonumber(held[1] or '-1')
 if term > tonumber(ARGV[1]) then return redis.error_reply('FENCED by term ' .. term) end
-if term == tonumber(ARGV[1]) then return {tonumber(held[3] or '-1'), tonumber(held[4] or '-1')} end
-redis.call('HSET', KEYS[1], 'term', ARGV[1], 'number', '-1', 'before', term, 'number_before', held[2] or '-1')
-return {term, tonumber(held[2] or '-1')}
+local number = tonumber(held[2] or '-1')
+if term == tonumber(ARGV[1]) then return {tonumber(held[3] or '-1'), tonumber(held[4] or '-1'), number} end
+redis.call('HSET', KEYS[1], 'term', ARGV[1], 'number', '-1', 'before', term, 'number_before', number)
+return {term, number, -1}
 """
 
 
@@ -111,11 +113,13 @@ class Outbox:
 
         Raises `Fenced` or `redis.RedisError`.
         """
-        term, number = map(int, self._call(_CLAIM, RunKeys(run), [self.term]))
+        term, number, own = map(int, self._call(_CLAIM, RunKeys(run), [self.term]))
         sealed = self._sealed.get(run)
         if sealed is not None and (term, number) >= (sealed.term, sealed.number):
             del self._sealed[run]  # it had arrived, only the answer had not
-        self._numbers[run] = -1
+        # A run that has ended and goes on under the same term: what was written before is not to be taken for this.
+        is_own = sealed is not None and sealed.term == self.term
+        self._numbers[run] = max(own, sealed.number) if is_own and sealed is not None else own
         return term >= 0
 
     def commit(self, run: str, *, memory: dict[str, bytes], done: list[str]) -> bool:
@@ -189,24 +193,45 @@ class Outbox:
     # The store, as the controller of runs uses it
 
     def runs(self) -> list[RunRecord]:
-        """As the store. Raises `Interrupted`."""
+        """As the store, with what waits to be written. Raises `Interrupted`."""
         try:
-            return self._store.runs()
+            known = {record.run: record for record in self._store.runs()}
         except (RedisError, OSError) as error:
             raise Interrupted(error) from error
+        for run, records in self._records.items():
+            for record in records:
+                if isinstance(record, RunRecord):
+                    known[run] = record
+        return sorted(known.values(), key=lambda record: record.started_unix)
 
     def append(self, run: str, records: Iterable[Stored]) -> None:
         """Keep for the next commit."""
         self._records[run] += [record for record in records if not isinstance(record, StepFrame)]
 
     def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
-        """As the store; no frames. Raises `Interrupted`."""
+        """As the store, with what waits to be written: a run that is taken up anew must not miss what was found in the
+        same round. No frames. Raises `Interrupted`."""
         if kind is StepFrame:
             return iter(())
         try:
-            return iter(list(self._store.read(run, kind, first_step, last_step)))
+            found = list(self._store.read(run, kind, first_step, last_step))
         except (RedisError, OSError) as error:
             raise Interrupted(error) from error
+        spots = {key: spot for spot, record in enumerate(found) if (key := key_of(record)) is not None}
+        for record in self._records.get(run, ()):
+            step = step_of(record)
+            if not isinstance(record, kind) or not (
+                step is None or first_step <= step <= (step if last_step is None else last_step)
+            ):
+                continue
+            key = key_of(record)
+            if key in spots:
+                found[spots[key]] = record
+                continue
+            if key is not None:
+                spots[key] = len(found)
+            found.append(record)
+        return iter(found)
 
     def approve(self, approval: Approval) -> None:
         """As the store."""
@@ -217,8 +242,8 @@ class Outbox:
         return self._store.approvals(run)
 
     def prune(self, run: str) -> int:
-        """As the store."""
-        return self._store.prune(run)
+        """Nothing: the agents trim what they send, by a clock that nobody can set (`fp8watch_agent.trim`)."""
+        return 0
 
     def close(self) -> None:
         """Nothing: the store belongs to the caller."""

@@ -65,9 +65,12 @@ class RedisLink:
 def connect(url: str, *, name: str = "fp8watch", call_seconds: float = CALL_SECONDS, retries: int = 1) -> RedisLink:
     """A client for `url`; connects at the first call. `retries`: after a broken connection or no answer.
 
-    Raises `BadInput` for an address that is none of the forms.
+    Raises `BadInput` for an address that is none of the forms, `RedisError` when no node of a cluster answers.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # not shown: there may be a password in it
+        raise BadInput([f"redis url:1: {error}"]) from error
     if parts.scheme not in _SCHEMES:
         raise BadInput([f"redis url:1: {parts.scheme or url!r}: not one of {', '.join(s + '://' for s in _SCHEMES)}"])
     options: dict[str, Any] = {
@@ -88,6 +91,8 @@ def connect(url: str, *, name: str = "fp8watch", call_seconds: float = CALL_SECO
             client = redis.RedisCluster.from_url(plain, **options)
     except (ValueError, TypeError) as error:
         raise BadInput([f"redis url:1: {shown(url)}: {error}"]) from error
+    except redis.exceptions.RedisClusterException as error:  # the one that is no `RedisError`: no node answers
+        raise redis.ConnectionError(str(error)) from error
     return RedisLink(client=client, is_cluster=parts.scheme.endswith("+cluster"), shown=shown(url))
 
 

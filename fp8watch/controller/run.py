@@ -133,7 +133,7 @@ class RunPilot:
         self._collect()
         self._merger.num_ranks = hello.world_size
         if hello.attempt == self.attempt:
-            self._merger.join(hello.rank, hello.step)
+            self._merger.join(hello.rank, hello.step, hello.tensor_group)
 
     def layout(self, layout: Layout) -> None:
         """A rank's order of columns."""
@@ -211,10 +211,9 @@ class RunPilot:
         self.step = self._trace.step = sample.step
         self.seen += 1
         self._history.add(sample)
-        is_warm = any(
-            hello.warmup_steps is not None and sample.step <= hello.warmup_steps for hello in self.ranks.values()
-        )
-        sample = dataclasses.replace(sample, is_quiet=is_warm or self.seen <= self._quiet_until_seen)
+        is_warm = any(h.warmup_steps is not None and sample.step <= h.warmup_steps for h in self.ranks.values())
+        is_quiet = is_warm or self.seen <= self._quiet_until_seen
+        sample = dataclasses.replace(sample, is_quiet=is_quiet, tensor_groups=tuple(self._merger.tensor_groups))
         skipped = self._log.step_passed(sample)
         if skipped is not None:
             self._trace.read_back(skipped)
@@ -354,6 +353,7 @@ class RunPilot:
             unavailable=unavailable,
             checkpoints=self._ledger.records(),
             warmup_steps=max(warmups) if warmups else None,
+            is_warming_up=any(hello.is_warming_up for hello in self.ranks.values()),
             modules=self._modules,
             tensors=self._tensors,
             losses=tuple(self._history.losses),

@@ -17,6 +17,8 @@ from fp8watch import wire
 from fp8watch.controller import markers
 from fp8watch.controller.detecting import Detecting
 from fp8watch.controller.inbox import Inbox
+from fp8watch.controller.open_findings import Open, OpenFindings
+from fp8watch.controller.processes import is_same_process, is_started_anew
 from fp8watch.controller.recollection import stored_since
 from fp8watch.controller.run import RunPilot
 from fp8watch.controller.store import Approval, Store
@@ -47,7 +49,7 @@ from fp8watch.records import (
     Welcome,
 )
 from fp8watch.security import KeyRing, Signer
-from fp8watch.security.approvals import verify as verify_approval
+from fp8watch.security.approvals import sort as sort_approvals
 
 logger = logging.getLogger(__name__)
 PRUNE_SECONDS = 60.0
@@ -67,6 +69,8 @@ class _Run:
         self.patience = Patience()
         self.predecessor = Predecessor()
         self.is_halted = False
+        self.refused: set[bytes] = set()
+        """Verdicts that are no console's, once counted (`fp8watch.security.approvals.sort`)."""
 
 
 class RunController:
@@ -87,15 +91,18 @@ class RunController:
         approval_ring: KeyRing | None = None,
         disarmed_by: Callable[[str], str] | None = None,
         on_unseen: Callable[[str, str, int], None] | None = None,
+        on_open: Callable[[str, Open], None] | None = None,
     ) -> None:
         """`signer` signs what makes ranks do something; `approval_ring` verifies people's verdicts (None: whoever can
         write the store is believed). `disarmed_by` says why a run is disarmed in the place of the marker files.
-        `on_unseen` is told (run, reason, count) of frames that reached no detector."""
+        `on_unseen` is told (run, reason, count) of frames that reached no detector, `on_open` (run,
+        open findings) when those change."""
         self.store_errors: Counter[str] = Counter()
         """Run -> writes that failed."""
         self.ignored: Counter[str] = Counter()
         """Reason -> messages that could not be used."""
         self.unseen = Unseen(on_unseen)
+        self.open_findings = OpenFindings(on_open)
         self.metrics_url = metrics_url
         self.store_name = store_name
         self._store = store
@@ -112,6 +119,14 @@ class RunController:
         self._looked_at = 0.0
 
     _pilot_class: type[RunPilot] = RunPilot
+
+    @property
+    def _lease_term(self) -> int:
+        """Of the controller's lease, where there is one."""
+        return 0
+
+    def _new_inbox(self, name: str) -> Inbox:
+        return Inbox(name, self._earlier(name))
 
     def _first_term(self, hello: Hello) -> int:
         """Term of the first commands to a run that was not known here."""
@@ -197,7 +212,7 @@ class RunController:
 
     def _hello(self, hello: Hello) -> list[Reply]:
         run = self._runs.get(hello.run)
-        if run is None or _is_started_anew(run, hello):
+        if run is None or is_started_anew(run.pilot.ranks, run.record.hello, hello):
             run = self._start(hello, run.inbox if run is not None else None)
             self._runs[hello.run] = run
         run.inbox.message(hello)
@@ -208,19 +223,16 @@ class RunController:
         self._change(run, hello=shown, state="halted" if run.is_halted else "running", reason=run.pilot.halt_sent)
         self._look(run)
         welcome = Welcome(
-            wire_version=wire.WIRE_VERSION,
-            run=hello.run,
-            term=run.pilot.term,
-            metrics_url=self.metrics_url,
+            wire_version=wire.WIRE_VERSION, run=hello.run, term=run.pilot.term, metrics_url=self.metrics_url,
             store=self.store_name,
-        )
+        )  # fmt: skip
         return [welcome, *self._flush(run)]
 
     def _start(self, hello: Hello, inbox: Inbox | None) -> _Run:
         now = self._clock()
         known, restored, predecessor = self._remembered(hello.run)
-        inbox = inbox or Inbox(hello.run, self._earlier(hello.run))
-        inbox.opened(self._max_mode, known.last_step if known is not None else 0)
+        inbox = inbox or self._new_inbox(hello.run)
+        inbox.opened(self._max_mode, known.last_step if known is not None else 0, self._lease_term)
         term = self._first_term(hello)
         pilot = self._pilot_class(
             hello,
@@ -229,7 +241,7 @@ class RunController:
             clock=inbox.now,
             pipeline=self._make_pipeline(hello.run),
             restored=restored,
-            is_same_process=known is not None and _is_same_process(known.hello, hello),
+            is_same_process=known is not None and is_same_process(known.hello, hello),
         )
         started = known.started_unix if known is not None else now
         record = RunRecord(
@@ -306,7 +318,7 @@ class RunController:
         run.inbox.disarmed(pilot.disarmed)
         if pilot.is_waiting:
             try:
-                approvals = self._genuine(self._store.approvals(name))
+                approvals = self._genuine(run, self._store.approvals(name))
             except Exception:
                 self.store_errors[name] += 1
                 logger.exception("cannot read approvals of run %s", name)
@@ -326,11 +338,11 @@ class RunController:
             # Not knowing whether somebody said stop is reason enough to stop.
             return f"disarm markers cannot be read: {error}"
 
-    def _genuine(self, approvals: list[Approval]) -> list[Approval]:
-        genuine = [item for item in approvals if verify_approval(item, self._approval_ring)]
-        if len(genuine) < len(approvals):
-            self.ignored["forged approval"] += 1
-            logger.warning("%d approvals are not signed by a console and do not count", len(approvals) - len(genuine))
+    def _genuine(self, run: _Run, approvals: list[Approval]) -> list[Approval]:
+        genuine, forged = sort_approvals(approvals, self._approval_ring, run.refused)
+        if forged:
+            self.ignored["forged approval"] += forged
+            logger.warning("run %s: %d approvals not signed by a console do not count", run.record.run, forged)
         return genuine
 
     # The store
@@ -355,6 +367,7 @@ class RunController:
         if self._listener is not None:
             for record in records:
                 self._listener(record)
+        self.open_findings.look(run.record.run, pilot._pipeline.open_incidents())
         return replies
 
     def _signed(self, reply: Reply) -> Reply:
@@ -378,23 +391,3 @@ class RunController:
 def _is_due(now: float, last: float, seconds: float) -> bool:
     """Whether something is to be done again. A clock that was set back must not put it off until it has caught up."""
     return not 0.0 <= now - last < seconds
-
-
-def _is_started_anew(run: _Run, hello: Hello) -> bool:
-    """Whether training was started again since. The end of the process before may not have been noticed yet, and a
-    start is no rollback: checkpoints of the attempt before are as good as they were."""
-    before = run.pilot.ranks.get(hello.rank)
-    if before is not None:
-        return (before.pid, before.host) != (hello.pid, hello.host)
-    return not run.pilot.ranks and not _is_same_process(run.record.hello, hello)
-
-
-def _is_same_process(known: Hello, hello: Hello) -> bool:
-    """Whether a hello comes from the training processes that are known already, and not from ones started anew.
-
-    Of another rank than the one that is known only the attempt can be compared: every start begins a new one.
-    """
-    if known.rank == hello.rank:
-        # Attached anew in the same process it has another attempt, and nothing in force.
-        return (known.pid, known.host, known.attempt) == (hello.pid, hello.host, hello.attempt)
-    return known.attempt == hello.attempt

@@ -19,7 +19,7 @@ from fp8watch.controller.redis_link import RedisLink, connect
 from fp8watch.controller.store import Approval, R, unpack_approval
 from fp8watch.errors import WireError
 from fp8watch.records import Layout, NodeFrame, RunRecord, StepFrame, Stored
-from fp8watch.security.envelope import unpack
+from fp8watch.security.envelope import Opener, unpack
 
 CHUNK = 256
 """Records asked for at once: a pipeline never holds more."""
@@ -98,6 +98,16 @@ class RedisStore:
             if inside and isinstance(record, kind):
                 yield record
 
+    def node_frames(self, run: str) -> Iterator[tuple[str, NodeFrame]]:
+        """(entry of the stream, nodes' frames) as the controller took them in, as far back as the stream goes: what
+        was there before or is of another run is left out. Who sent them is not verified: no key is at hand."""
+        opener, position = Opener(None), "-"
+        while entries := self._redis.xrange(RunKeys(run).frames, min=position, count=FRAME_CHUNK):
+            position = f"({entries[-1][0].decode()}"
+            for entry_id, fields in entries:
+                if (frame := _node_frame(opener, fields)) is not None and frame.run == run:
+                    yield entry_id.decode(), frame
+
     def layouts(self, run: str, attempt: int) -> list[Layout]:
         """All layouts of one attempt."""
         return [layout for layout in self.read(run, Layout) if layout.attempt == attempt]
@@ -157,6 +167,15 @@ def frames_of(fields: dict[bytes, bytes]) -> list[StepFrame]:
         return node_frames.expand(node) if isinstance(node, NodeFrame) else []
     except (WireError, KeyError):
         return []
+
+
+def _node_frame(opener: Opener, fields: dict[bytes, bytes]) -> NodeFrame | None:
+    try:
+        # Entries of any kind are numbered together: those of other messages are opened for their number.
+        message = wire.unpack_uplink(opener.open(unpack(fields[b"e"])))
+    except (WireError, KeyError):
+        return None
+    return message if isinstance(message, NodeFrame) else None
 
 
 def _decoded(body: bytes) -> Iterator[Stored]:

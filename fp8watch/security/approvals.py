@@ -6,6 +6,8 @@ that was given before the action was decided is not about it.
 
 from __future__ import annotations
 
+import msgspec
+
 from fp8watch.controller.store import Approval
 from fp8watch.security.canonical import is_signed, signed
 from fp8watch.security.keyring import KeyRing
@@ -19,3 +21,21 @@ def sign(approval: Approval, ring: KeyRing | None) -> Approval:
 def verify(approval: Approval, ring: KeyRing | None) -> bool:
     """The controller's side. No ring: whoever can write the store is believed, as with a file of one user."""
     return ring is None or is_signed(approval, ring)
+
+
+def sort(approvals: list[Approval], ring: KeyRing | None, refused: set[bytes]) -> tuple[list[Approval], int]:
+    """The genuine ones, and how many of the others are new.
+
+    A verdict stays in the store while its action waits, and is looked at twice a second: `refused` (changed here) holds
+    what was refused at the last look, so that each is counted once.
+    """
+    genuine, forged = [], set()
+    for item in approvals:
+        if verify(item, ring):
+            genuine.append(item)
+        else:
+            forged.add(msgspec.msgpack.encode(item))
+    new = len(forged - refused)
+    refused.clear()
+    refused |= forged
+    return genuine, new

@@ -8,10 +8,12 @@ numbers in increasing order only. Gaps are allowed; losing entries is not forgin
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 
+from fp8watch import wire
 from fp8watch.errors import WireError
 from fp8watch.security.keyring import KeyRing
 
@@ -32,6 +34,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """Grows by at least one an entry."""
     body: bytes
     signature: bytes = b""
+    wire_version: Number = 1
+    """Of the body (`fp8watch.wire.WIRE_VERSION` of the agent)."""
 
 
 _decoder = msgspec.msgpack.Decoder(Envelope)
@@ -48,7 +52,7 @@ def unpack(data: bytes) -> Envelope:
 def _covered(envelope: Envelope) -> bytes:
     sender = envelope.sender.encode()
     head = struct.pack(">H", len(sender)) + sender + _NUMBERS.pack(envelope.incarnation, envelope.sequence)
-    return b"fp8watch envelope 1 " + head + envelope.body
+    return b"fp8watch envelope %d " % envelope.wire_version + head + envelope.body
 
 
 class Sealer:
@@ -61,8 +65,15 @@ class Sealer:
     def seal(self, body: bytes) -> Envelope:
         """The next entry."""
         self._sequence += 1
-        bare = Envelope(sender=self._sender, incarnation=self._incarnation, sequence=self._sequence, body=body)
+        bare = Envelope(
+            sender=self._sender, incarnation=self._incarnation, sequence=self._sequence, body=body,
+            wire_version=wire.WIRE_VERSION,
+        )  # fmt: skip
         return bare if self._ring is None else msgspec.structs.replace(bare, signature=self._ring.sign(_covered(bare)))
+
+
+class Repeated(WireError):
+    """An entry that is genuine, and not newer than what its sender has sent already."""
 
 
 class Opener:
@@ -71,9 +82,10 @@ class Opener:
     def __init__(self, ring: KeyRing | None) -> None:
         self._ring = ring
         self._newest: dict[str, tuple[int, int]] = {}
+        self._unfinished: set[tuple[str, int, int]] = set()
 
     def open(self, envelope: Envelope) -> bytes:
-        """The body. Raises `WireError` when it is not the agent's own, or was there before."""
+        """The body. Raises `WireError` when it is not the agent's own, `Repeated` when it was there before."""
         if self._ring is not None and not self._ring.verify(_covered(envelope), envelope.signature):
             raise WireError(f"entry of {envelope.sender!r} is not signed by an agent")
         number = (envelope.incarnation, envelope.sequence)
@@ -81,14 +93,20 @@ class Opener:
         self._newest[envelope.sender] = max(newest, number)
         if len(self._newest) > MAX_SENDERS:
             del self._newest[next(iter(self._newest))]
-        if number <= newest:
-            raise WireError(f"entry {envelope.sequence} of {envelope.sender!r} was there before")
+        if number > newest:
+            return envelope.body
+        try:
+            self._unfinished.remove((envelope.sender, *number))
+        except KeyError:
+            raise Repeated(f"entry {envelope.sequence} of {envelope.sender!r} was there before") from None
         return envelope.body
 
     def numbers(self) -> dict[str, tuple[int, int]]:
         """Newest (incarnation, sequence) of each sender, for a successor."""
         return dict(self._newest)
 
-    def resume(self, numbers: dict[str, tuple[int, int]]) -> None:
-        """Go on from what a predecessor had taken."""
+    def resume(self, numbers: dict[str, tuple[int, int]], unfinished: Iterable[tuple[str, int, int]] = ()) -> None:
+        """Go on from what a predecessor had taken. `unfinished`: (sender, incarnation, sequence) of entries among it
+        whose effect it had not kept; each is taken once more."""
         self._newest = {sender: (number[0], number[1]) for sender, number in numbers.items()}
+        self._unfinished = set(unfinished)

@@ -109,6 +109,24 @@ def test_malformed_foreign_and_oversized_messages_are_counted(agent: _Agent) -> 
     assert dropped("too_large") == 1
 
 
+@pytest.mark.parametrize("version", [0, wire.WIRE_VERSION + 1])
+def test_a_rank_of_another_wire_version_is_told_so_and_may_come_back(agent: _Agent, version: int) -> None:
+    client = make.RawClient(agent.socket)
+    client.send(make.hello("upgraded", wire_version=version))
+    answer = client.receive()
+    assert isinstance(answer, Welcome)
+    assert f"speaks wire version {version}" in answer.warnings[0]
+    assert client.is_closed_by_peer()
+    client.close()
+    assert agent.metric('fp8watch_frames_dropped_total{reason="version",run="upgraded"}') >= 1
+    client = make.RawClient(agent.socket)
+    client.send(make.hello("upgraded"), make.goodbye("upgraded"))
+    answer = client.receive()
+    assert isinstance(answer, Welcome)
+    assert answer.warnings == []
+    client.close()
+
+
 def test_without_a_hello_nothing_is_taken(agent: _Agent) -> None:
     client = make.RawClient(agent.socket)
     client.send(make.frame("unknown", 1))

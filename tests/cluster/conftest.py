@@ -1,4 +1,4 @@
-"""Hand-made messages are shared with the agent's tests."""
+"""Hand-made messages are shared with the agent's tests, servers with the store's."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "agent"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))

@@ -21,6 +21,8 @@ from fp8watch.transport import endpoint
 
 pytestmark = pytest.mark.redis
 FAST = {"FP8WATCH_LEASE_SECONDS": "1.5"}
+ALWAYS = ("--appendfsync", "always")
+"""With `everysec` a server that is killed may lose what it took in its last second."""
 
 
 def metrics(made: Cluster, node: str = "n0") -> dict[str, float]:
@@ -110,7 +112,7 @@ def test_two_nodes_two_controllers_one_is_killed_in_mid_way(tmp_path: Path) -> N
 # case: RED-05
 # case: RED-07
 def test_redis_is_restarted_with_and_without_its_data(tmp_path: Path) -> None:
-    with parts.cluster(tmp_path, environment=FAST) as made:
+    with parts.cluster(tmp_path, *ALWAYS, environment=FAST) as made:
         agent, controller = made.agent("n0"), made.controller("a")
         store = made.redis.store()
         wait_for(lambda: holder(store), what="a leader")
@@ -189,7 +191,7 @@ def test_redis_that_is_frozen_read_only_or_full_loses_nothing_it_need_not(tmp_pa
 
 def test_an_agent_is_killed_and_started_again(tmp_path: Path) -> None:
     """Its ranks keep their frames; what waited on its disk is sent first; commands sent meanwhile are heard."""
-    with parts.cluster(tmp_path, environment=FAST) as made:
+    with parts.cluster(tmp_path, *ALWAYS, environment=FAST) as made:
         made.agent("n0")
         made.controller("a")
         store = made.redis.store()

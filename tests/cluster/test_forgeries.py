@@ -9,6 +9,7 @@ import cluster_parts as parts
 import msgspec
 import pytest
 from cluster_parts import Cluster, Job, wait_for
+from fake_ranks import WAITS
 
 from fp8watch import wire
 from fp8watch.controller.redis_keys import LEASE, RunKeys
@@ -23,15 +24,6 @@ COMMANDS, FRAMES, CONSOLE = (
     KeyRing(purpose, (parts.KEYS[f"FP8WATCH_{purpose.upper()}_KEY"].encode(),))
     for purpose in ("command", "frame", "approval")
 )
-WAITS = """
-version: 1
-mode: approve
-rules:
-  - name: not-finite
-    when: {detector: nonfinite, severity: act}
-    approval: {timeout_steps: 100000, default: refuse}
-    ladder: [{action: checkpoint_now, settle_steps: 5}]
-"""
 
 
 def command(run: str = "r") -> Command:
@@ -102,7 +94,9 @@ def test_forged_commands_frames_approvals_and_memory_get_nothing_done(tmp_path: 
         job.train(3)
         wait_for(lambda: "not signed by a console" in controller.text(), what="a refusal")
         store.approve(approvals.sign(verdict, COMMANDS))
-        job.train(3)
+        wait_for(lambda: controller.text().count("not signed by a console") >= 2, what="a second refusal")
+        time.sleep(1.2)  # looked at again and again while the action waits, and said once
+        assert controller.text().count("not signed by a console") == 2
         assert actions(store)[0].status == "waiting"
         assert rank.applied == []
 

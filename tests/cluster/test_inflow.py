@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import hand_made as make
@@ -14,7 +15,7 @@ from fp8watch import wire
 from fp8watch.controller.inflow import Inflow
 from fp8watch.controller.redis_link import RedisLink
 from fp8watch.records import Hello, RankLost
-from fp8watch.security.envelope import Envelope, Opener, Sealer
+from fp8watch.security.envelope import Envelope, Opener, Sealer, unpack
 from fp8watch.security.keyring import KeyRing
 
 RING = KeyRing("frame", (b"k" * 32,))
@@ -85,6 +86,50 @@ def test_fields_that_a_newer_agent_adds_are_passed_over() -> None:
     envelope = Sealer("n", 1, None).seal(msgspec.msgpack.encode(newer))
     entered = inflow().enter("r", b"1-0", {b"e": msgspec.msgpack.encode(envelope), b"also": b"new"})
     assert entered.message == make.goodbye("r", 9)
+
+
+@pytest.mark.parametrize("version", [0, wire.WIRE_VERSION + 1])
+def test_an_agent_of_a_version_that_is_not_read_is_named_and_the_next_is_heard(
+    version: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = inflow(RING)
+    with monkeypatch.context() as other:
+        other.setattr(wire, "WIRE_VERSION", version)
+        fields = entry(Sealer("n3", 1, RING), make.hello("r"))
+    assert made.enter("r", b"1-0", fields).message is None
+    assert made.glance(fields[b"e"]) is None
+    assert made.refused == {("r", "version"): 1}
+    assert f"node 'n3' speaks wire version {version}" in caplog.text
+    # Under the signature: who relays it cannot make it another version's.
+    said = msgspec.structs.replace(unpack(fields[b"e"]), wire_version=wire.WIRE_VERSION)
+    assert made.enter("r", b"2-0", {b"e": msgspec.msgpack.encode(said)}).message is None
+    assert made.refused["r", "forged"] == 1
+    assert made.enter("r", b"3-0", entry(Sealer("n3", 2, RING), make.hello("r"))).message is not None
+
+
+class Silent:
+    """A client without news that answers at once, as Redis Cluster's does, which cannot block over several slots."""
+
+    calls = 0
+
+    def xreadgroup(self, *_: Any, **__: Any) -> list[Any]:
+        self.calls += 1
+        return []
+
+
+@pytest.mark.parametrize(("runs", "is_cluster"), [((), False), (("r", "s"), True)])
+def test_nothing_to_wait_for_is_no_reason_to_spin(runs: tuple[str, ...], is_cluster: bool) -> None:
+    client = Silent()
+    made = Inflow(RedisLink(client=client, is_cluster=is_cluster, shown=""), "c", None)
+    made._last_ids = dict.fromkeys(runs, "0-0")
+    began, cpu = time.monotonic(), time.process_time()
+    looks = 0
+    while time.monotonic() - began < 0.5:
+        assert made.read(block_ms=50) == []
+        looks += 1
+    assert looks <= 12
+    assert client.calls == looks * len(runs)
+    assert time.process_time() - cpu < 0.1
 
 
 @settings(max_examples=300, deadline=None)

@@ -98,6 +98,19 @@ def test_a_holder_steps_down_by_its_own_monotonic_clock(store: RedisStore) -> No
     assert not lease.is_held
 
 
+# case: DST-06
+def test_a_lease_whose_end_was_put_off_by_a_clock_set_back_does_not_keep_everybody_out(store: RedisStore) -> None:
+    store.link.client.set(LEASE, "1:dead", px=3_600_000)
+    store.link.client.set(TERM, 1)
+    lease = Lease(store.link, "two", 0.05, Clock())
+    assert lease.acquire() is None
+    taken = parts.wait_for(lease.acquire, 5.0, "the end of the other's lease")
+    assert taken.term == 2
+    store.link.client.set(LEASE, "3:other", px=400)
+    assert Lease(store.link, "three", 0.05, Clock()).acquire() is None
+    assert store.link.client.pttl(LEASE) > 300, "a lease that is merely longer than ours is left alone"
+
+
 def test_lost_terms_do_not_wedge_and_are_noticed_as_lost(store: RedisStore) -> None:
     clock = Clock()
     lease = Lease(store.link, "one", 5.0, clock)
@@ -222,7 +235,7 @@ def test_a_message_that_redis_interrupted_is_dealt_with_again_and_those_after_it
     entries = [Entered("r", f"{n}-0", goodbye("r", n), "n") for n in (1, 2, 3)]
     taken: list[int] = []
 
-    def take(message: Goodbye) -> list[object]:
+    def take(message: Goodbye, entry_id: str) -> list[object]:
         if message.step == 2 and 2 not in fails:
             fails.append(2)
             raise Interrupted(redis_py.ConnectionError("away"))

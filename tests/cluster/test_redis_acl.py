@@ -178,7 +178,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "nodes": {"HSET"},
     },
     "controller": {
-        "frames": {"XACK", "XAUTOCLAIM", "XTRIM"} | MAY_KEEP, "commands": {"XADD"} | MAY_KEEP, "ranks": MAY_KEEP,
+        "frames": {"XACK", "XAUTOCLAIM"} | MAY_KEEP, "commands": {"XADD"} | MAY_KEEP, "ranks": MAY_KEEP,
         "state": {"HSET"} | MAY_KEEP, "fence": {"HSET"} | MAY_KEEP, "run": {"SET"}, "order": {"INCRBY"},
         "runs": {"SADD"}, "active": {"SREM"}, "lease": {"SET", "DEL", "PEXPIRE"}, "term": {"SET", "DEL", "PEXPIRE"},
         **{kind: {"HSET"} for kind in RECORDS}, **{f"{kind} order": {"ZADD"} for kind in RECORDS},
@@ -193,8 +193,8 @@ READS = {"get", "smembers", "hmget", "hgetall", "hvals", "zrange", "xrange"}
 COMMANDS = {
     "agent": ALWAYS | {"xadd", "xtrim", "hset", "hdel", "exists", "set", "sadd", "xread"},
     "controller": ALWAYS | {
-        "eval", "get", "set", "del", "pexpire", "hmget", "hset", "xreadgroup", "xautoclaim", "xack", "xgroup|create",
-        "xgroup|delconsumer", "xinfo|groups", "xinfo|consumers", "xtrim", "xadd", "expire", "persist", "hvals",
+        "eval", "get", "set", "del", "pexpire", "pttl", "hmget", "hset", "xreadgroup", "xautoclaim", "xack", "xadd",
+        "xgroup|create", "xgroup|delconsumer", "xinfo|groups", "xinfo|consumers", "expire", "persist", "hvals",
         "exists", "sadd", "smembers", "srem", "incrby", "zadd", "zrange",
     },
     "console": ALWAYS | READS | {"info", "hset", "set", "del"},

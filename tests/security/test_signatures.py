@@ -124,3 +124,15 @@ def test_order_survives_gaps_a_restarted_agent_and_a_successor() -> None:
 def test_without_keys_everything_is_believed() -> None:
     assert Verifier(None).command(Signer(None).command(command()))
     assert Opener(None).open(Sealer("node", 1, None).seal(b"body")) == b"body"
+
+
+def test_a_forged_approval_is_counted_once_however_often_it_is_looked_at() -> None:
+    good = approvals.sign(Approval(run="r", action_id="a", verdict="approve"), APPROVALS)
+    forged = [
+        Approval(run="r", action_id="a", verdict="approve", time_unix=float("nan")),
+        msgspec.structs.replace(good, action_id="b"),
+    ]
+    refused: set[bytes] = set()
+    looks = [approvals.sort([good, *forged[:count]], APPROVALS, refused) for count in (1, 1, 2, 2, 0, 1)]
+    assert [new for _, new in looks] == [1, 0, 1, 0, 0, 1]
+    assert all(genuine == [good] for genuine, _ in looks)

@@ -161,7 +161,7 @@ def test_writes_go_on_after_a_failover(tmp_path: Path) -> None:
         redis_servers.until(lambda: guard.client.sentinel_slaves("fp8"))
         store = RedisStore(f"redis+sentinel://127.0.0.1:{guard.port}/fp8/0")
         store.append("r", [run_record(), finding(1)])
-        master.client.wait(1, 2000)
+        store.link.client.wait(1, 2000)  # on the connection that wrote
         master.end()
 
         def write() -> bool:

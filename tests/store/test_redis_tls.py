@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis as redis_py
-import redis_servers
+import tls_servers
+from tls_servers import TlsServer
 
 from fp8watch.controller.redis_link import connect, reason_of
 from fp8watch.controller.store import Approval
@@ -19,71 +18,12 @@ from fp8watch.records import Evaluation
 pytestmark = pytest.mark.redis
 
 
-def openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=30)
-
-
-def authority(folder: Path, name: str) -> None:
-    openssl(
-        folder, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-        "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.crt",
-    )  # fmt: skip
-
-
-def certificate(folder: Path, name: str, signer: str, subject: str) -> None:
-    """Signed by `signer`; `subject` as in subjectAltName."""
-    openssl(
-        folder, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}",
-        "-addext", f"subjectAltName={subject}", "-keyout", f"{name}.key", "-out", f"{name}.csr",
-    )  # fmt: skip
-    openssl(
-        folder, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{signer}.crt", "-CAkey", f"{signer}.key",
-        "-CAcreateserial", "-days", "2", "-copy_extensions", "copy", "-out", f"{name}.crt",
-    )  # fmt: skip
-
-
-class TlsServer(redis_servers.Server):
-    """Speaks TLS only; asks its clients for a certificate of `ours`."""
-
-    def __init__(self, folder: Path, name: str, *, asks_clients: bool) -> None:
-        self.port, self.folder = redis_servers.free_port(), folder
-        command = [
-            redis_servers.SERVER, "--port", "0", "--tls-port", str(self.port), "--bind", "127.0.0.1", "--save", "",
-            "--dir", str(folder), "--tls-cert-file", f"{name}.crt", "--tls-key-file", f"{name}.key",
-            "--tls-ca-cert-file", "ours.crt", "--tls-auth-clients", "yes" if asks_clients else "no",
-            "--loglevel", "warning",
-        ]  # fmt: skip
-        with (folder / f"log-{self.port}").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-        self.client = redis_py.Redis(
-            port=self.port, socket_timeout=2, ssl=True, ssl_cert_reqs="none", ssl_check_hostname=False,
-            ssl_certfile=str(folder / "agent.crt"), ssl_keyfile=str(folder / "agent.key"),
-        )  # fmt: skip
-        redis_servers.until(self.client.ping)
-
-    def address(self, **options: str) -> str:
-        files = "&".join(f"{name}={self.folder / value}" for name, value in options.items())
-        return f"rediss://127.0.0.1:{self.port}/0?{files}"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl program to make certificates with")
-    # A server stops at the first setting that it does not know: the second where it has TLS.
-    known = subprocess.run(
-        [redis_servers.SERVER, "--port", "0", "--tls-port", "0", "--no-such-setting", "x"],
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
-    if "no-such-setting" not in known.stdout + known.stderr:
-        pytest.skip("this redis-server is built without TLS")
+    if problem := tls_servers.why_not():
+        pytest.skip(problem)
     made = tmp_path_factory.mktemp("tls")
-    for name in ("ours", "theirs"):
-        authority(made, name)
-    certificate(made, "server", "ours", "IP:127.0.0.1")
-    certificate(made, "impostor", "theirs", "IP:127.0.0.1")
-    certificate(made, "elsewhere", "ours", "DNS:another.example")
-    certificate(made, "agent", "ours", "DNS:agent")
+    tls_servers.make_certificates(made)
     return made
 
 
