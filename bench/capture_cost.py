@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-STEPS = 60
+WARM, STEPS = 80, 60
+"""Steps before, until what is kept of the last 64 frames takes the place of older ones, and measured ones."""
 
 
 class Meter:
@@ -61,7 +62,7 @@ def measure_cpu(training: Any, watch: Any, synchronize: Callable[[], None] = tor
     from fp8watch.actions import clip_control
     from fp8watch.capture import te_tap
 
-    for _ in range(6):
+    for _ in range(WARM):
         training.step(watch)
     meter = Meter(synchronize)
     recorder = watch._recorder

@@ -3,8 +3,8 @@
 
     python bench/replay_fuzz.py [--lines 100000] [--seed 0]
 
-Read: exit code 0. Refused: exit code 2 and nothing on standard error but `file:line: field: reason` (and the note
-on filtered series). Never: an exception, a detector that failed, output that is no JSON, an unknown step.
+Read: exit code 0. Refused: exit code 2 and nothing on standard error but `file:line: field: reason` (and
+notes). Never: an exception, a detector that failed, output that is no JSON, an unknown step.
 Writes bench/results/replay_fuzz.json.
 """
 
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fp8watch.replay.recording import FILTERED_NOTE
+from fp8watch.replay.recording import NOTE
 from fp8watch.replay.run import replay
 
 OUT = Path(__file__).parent / "results" / "replay_fuzz.json"
@@ -186,7 +186,7 @@ def check(path: Path) -> int:
         logger.removeHandler(failures)
     assert not failures.seen, failures.seen
     refusal = re.compile(re.escape(str(path)) + r":\d+: [^:\n]+: .+")
-    said = [line for line in err.getvalue().split("\n") if line and not line.endswith(FILTERED_NOTE)]
+    said = [line for line in err.getvalue().split("\n") if line and not line.startswith(NOTE)]
     assert all(refusal.fullmatch(line) for line in said), said
     assert (code == 2) == bool(said), (code, said)
     assert code in (0, 2), code

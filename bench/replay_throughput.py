@@ -2,12 +2,13 @@
 """How fast `fp8watch replay` goes on one core, and in how much memory.
 
     python bench/replay_throughput.py [--steps N ...] [--frames N] [--tensors N]
+    python bench/replay_throughput.py --ten-million [--log csv|jsonl]       (about seven minutes of a core)
 
-Scalar logs: a CSV of step, loss, gradient norm and learning rate, with noise, a falling trend, a spike every 50,000
-steps and a gradient burst every 7,000. Frames: a store of delayed-scaling frames, amax and scale of every tensor in
-every step and element counts in one of ten, as a GPU run records them. Each is replayed by the command line in a
-process of its own: its CPU seconds and its largest resident set count, start-up included.
-Writes bench/results/replay.json.
+Scalar logs: a CSV (or JSON lines) of step, loss, gradient norm and learning rate, with noise, a falling trend, a spike
+every 50,000 steps and a gradient burst every 7,000. Frames: a store of delayed-scaling frames, amax and scale of every
+tensor in every step and element counts in one of ten, as a GPU run records them. Each is replayed by the command line
+in a process of its own: its CPU seconds and its largest resident set count, start-up included.
+Writes bench/results/replay.json; with `--ten-million` its row is put beside those that are there.
 """
 
 from __future__ import annotations
@@ -36,15 +37,22 @@ OUT = Path(__file__).parent / "results" / "replay.json"
 STEPS_BAR, FRAMES_BAR = 20_000.0, 200.0
 MEMORY_BAR_MIB = 300.0
 """Of a scalar log, however long it is."""
+TEN_MILLION = 10_000_000
 SPIKE_EVERY, BURST_EVERY = 50_000, 7_000
 TENSORS_OF_A_LAYER = ("input", "weight", "grad_output")
 
 
+CSV_ROW = "{},{:.5f},{:.5f},{:.4e}\n"
+JSON_ROW = '{{"step": {}, "loss": {:.5f}, "grad_norm": {:.5f}, "lr": {:.4e}}}\n'
+
+
 def write_log(path: Path, num_steps: int) -> None:
-    """A log of so many steps, written in blocks."""
+    """A log of so many steps, CSV or JSON lines by its name, written in blocks."""
     rng = np.random.default_rng(0)
+    is_csv = path.suffix == ".csv"
+    row = (CSV_ROW if is_csv else JSON_ROW).format
     with path.open("w") as out:
-        out.write("step,loss,grad_norm,lr\n")
+        out.write("step,loss,grad_norm,lr\n" if is_csv else "")
         for first in range(0, num_steps, 100_000):
             steps = np.arange(first + 1, min(num_steps, first + 100_000) + 1)
             loss = (2.0 + 8.0 / np.sqrt(1 + steps / 1000)) * (1 + 0.01 * rng.standard_normal(len(steps)))
@@ -52,7 +60,7 @@ def write_log(path: Path, num_steps: int) -> None:
             norm = 0.5 * np.exp(0.15 * rng.standard_normal(len(steps))) * np.where(steps % BURST_EVERY == 0, 8.0, 1.0)
             rate = 3e-4 * np.minimum(1.0, steps / 2000)
             rows = zip(steps.tolist(), loss.tolist(), norm.tolist(), rate.tolist(), strict=True)
-            out.writelines(f"{step},{a:.5f},{b:.5f},{c:.4e}\n" for step, a, b, c in rows)
+            out.writelines(row(*values) for values in rows)
 
 
 def make_frames(num_frames: int, num_tensors: int) -> tuple[Layout, Iterator[StepFrame]]:
@@ -133,28 +141,43 @@ def replayed(path: Path) -> dict[str, Any]:
     return {"cpu_seconds": round(cpu, 2), "wall_seconds": round(wall, 2), "peak_mib": round(peak, 1), "lines": lines}
 
 
+def beside(path: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The file's own head and rows with these, each of which says where it comes from."""
+    known = json.loads(path.read_text()) if path.exists() else head | {"rows": []}
+    own = [row | {"measured": head} for row in rows]
+    shapes = {row["shape"] for row in own}
+    kept = [row for row in known.pop("rows") if row["shape"] not in shapes]
+    return known, [*kept, *own]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, action="append", help="length of a scalar log (1000000)")
     parser.add_argument("--frames", type=int, default=1000)
     parser.add_argument("--tensors", type=int, default=1680)
+    parser.add_argument("--ten-million", action="store_true", help="one log of 10,000,000 steps, and nothing else")
+    parser.add_argument("--log", choices=("csv", "jsonl"), default="csv", help="kind of the scalar logs")
     parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
+    command = " ".join(["bench/replay_throughput.py", *sys.argv[1:]])
+    head = detection_result.header(command)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fp8watch-replay-") as folder:
-        for num_steps in chosen.steps or [1_000_000]:
-            log = Path(folder, f"{num_steps}.csv")
+        for num_steps in [TEN_MILLION] if chosen.ten_million else chosen.steps or [1_000_000]:
+            log = Path(folder, f"{num_steps}.{chosen.log}")
             write_log(log, num_steps)
+            size = log.stat().st_size
             seen = replayed(log)
             log.unlink()
             rate = num_steps / seen["cpu_seconds"]
             passed = rate >= STEPS_BAR and seen["peak_mib"] <= MEMORY_BAR_MIB
             rows.append(
-                {"name": "scalar log", "shape": f"{num_steps} steps", "steps_per_cpu_second": round(rate), **seen,
+                {"name": "scalar log", "shape": f"{num_steps} steps, {chosen.log}", "megabytes": round(size / 1e6, 1),
+                 "steps_per_cpu_second": round(rate), **seen,
                  "bar": {"steps_per_cpu_second": STEPS_BAR, "peak_mib": MEMORY_BAR_MIB}, "pass": passed}
             )  # fmt: skip
             print(rows[-1], flush=True)
-        if chosen.frames:
+        if chosen.frames and not chosen.ten_million:
             store = Path(folder, "frames.sqlite")
             write_store(store, chosen.frames, chosen.tensors)
             seen = replayed(store)
@@ -165,8 +188,9 @@ def main() -> int:
                  "pass": rate >= FRAMES_BAR}
             )  # fmt: skip
             print(rows[-1], flush=True)
-    command = " ".join(["bench/replay_throughput.py", *sys.argv[1:]])
-    chosen.out.write_text(json.dumps(detection_result.header(command) | {"rows": rows}, indent=1) + "\n")
+    if chosen.ten_million:
+        head, rows = beside(chosen.out, head, rows)
+    chosen.out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
     return 0 if all(row["pass"] for row in rows) else 1
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 import typer
 
 from fp8watch import __version__
-from fp8watch.errors import BadInput, Fp8watchError
+from fp8watch.errors import BadInput, Fp8watchError, OutputFailed
+
+FIRST, RUNS, SERVICES = "Try it, check it, rehearse it", "Runs and what was done", "Services and metrics"
+"""What commands are shown under."""
 
 
 def build() -> typer.Typer:
@@ -32,14 +37,16 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    app.command("metrics")(metrics.command)
-    app.add_typer(policy.app, name="policy")
-    app.add_typer(runs.app, name="runs")
-    app.add_typer(incidents.app, name="incident")
-    app.add_typer(actions.app, name="actions")
-    app.command("disarm")(disarm.command)
-    app.command("doctor")(doctor.command)
-    mounted.mount(app)
+    mounted.mount(app, ["demo"], FIRST)
+    app.command("doctor", rich_help_panel=FIRST)(doctor.command)
+    mounted.mount(app, ["replay"], FIRST)
+    app.add_typer(policy.app, name="policy", rich_help_panel=FIRST)
+    app.add_typer(runs.app, name="runs", rich_help_panel=RUNS)
+    app.add_typer(incidents.app, name="incident", rich_help_panel=RUNS)
+    app.add_typer(actions.app, name="actions", rich_help_panel=RUNS)
+    app.command("disarm", rich_help_panel=RUNS)(disarm.command)
+    app.command("metrics", rich_help_panel=SERVICES)(metrics.command)
+    mounted.mount(app, None, SERVICES)
     return app
 
 
@@ -51,9 +58,23 @@ def main() -> None:
         for problem in error.problems:
             print(problem, file=sys.stderr)
         raise SystemExit(2) from None
+    except OutputFailed as error:
+        raise SystemExit(_cut_off(error)) from None
     except Fp8watchError as error:
         print(f"fp8watch: {error}", file=sys.stderr)
         raise SystemExit(3) from None
+    except OSError as error:  # a disk that is full, a folder that went away
+        raise SystemExit(_cut_off(OutputFailed(error) if error.filename is None else error)) from None
+
+
+def _cut_off(error: Exception) -> int:
+    """Say why output ended early (not when the reader has had enough), and let nothing be written at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, OutputFailed) and error.is_unread:
+        return 0
+    print(f"fp8watch: {error}", file=sys.stderr)
+    return 3
 
 
 if __name__ == "__main__":

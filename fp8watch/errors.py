@@ -32,6 +32,18 @@ class Refused(BadInput, SystemExit):
         self.code = EXIT_BAD_INPUT
 
 
+class WrongArgument(Refused, TypeError):
+    """`Refused` for an argument of `fp8watch.attach` that is not what it should be: a `TypeError` as well."""
+
+
+class OutputFailed(Fp8watchError):
+    """What was to be said cannot be written: the disk is full, or nobody reads on."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"standard output: {error.strerror or error}")
+        self.is_unread = isinstance(error, BrokenPipeError)
+
+
 class WireError(Fp8watchError):
     """A message that is malformed, too large or of a version nobody here reads."""
 

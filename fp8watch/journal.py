@@ -44,12 +44,18 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, tag="arrival"):
     bits, so that it grows over restarts too."""
     kind: Literal[
         "opened", "hello", "layout", "checkpoint", "result", "evaluation", "goodbye", "lost", "late", "disarmed",
-        "approval",
+        "approval", "taken_over", "layouts",
     ]  # fmt: skip
-    """`opened`: a controller process met the run (again); `step` is the last one that the store knew of."""
+    """`opened`: a controller process met the run (again); `step` is the last one that the store knew of. In a cluster:
+    `taken_over`: another controller goes on with the memory of the last one; `layouts`: one without such a memory took
+    over the attempt's layouts from the store."""
     body: bytes = b""
     """The message as it travelled (`fp8watch.wire.pack`). Empty: `key` names what the store holds."""
     key: str = ""
     """Layouts: `attempt/rank/layout_id`. Lost, late (not waited for any more): the rank. Disarmed: why, empty when
     armed again. Opened: `max_mode`."""
     step: int = 0
+    after: str = ""
+    """In a cluster: the newest entry of the run's stream that was dealt with before, nodes' frames among them."""
+    term: int = 0
+    """Opened, taken over: that of the lease under which the controller decides (0: none)."""

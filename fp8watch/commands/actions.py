@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from fp8watch import action_words
 from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
@@ -42,11 +43,12 @@ def list_actions(
         return
     rows = [
         (
-            a.id, a.action, a.decided_step, a.applied_step, a.mode, _status(a), a.readback, a.outcome, a.reason,
+            a.id, a.action, a.decided_step, a.applied_step, a.mode, action_words.state(a), action_words.read_back(a),
+            action_words.effect(a), a.reason,
         )
         for a in actions
     ]  # fmt: skip
-    columns = ["id", "action", "decided", "applied", "mode", "status", "read back", "outcome", "reason"]
+    columns = ["id", "action", "decided", "done at", "mode", "what became of it", "read back", "effect", "reason"]
     print_table(f"Actions of {found.record.run}", columns, rows)
 
 
@@ -62,17 +64,11 @@ def refuse(action_id: IdArgument, directory: DirOption = None) -> None:
     _answer(action_id, "refuse", directory)
 
 
-def _status(action: ActionRecord) -> str:
-    if action.status == "waiting" and action.expires_step is not None:
-        return f"waiting until step {action.expires_step}"
-    return f"{action.status} by {action.answered_by}" if action.answered_by else action.status
-
-
 def _check_moment(record: RunRecord, action: ActionRecord) -> None:
     """Exit with 3 when it is too late to answer: the run decides at its step boundaries and does not wait for us."""
     if action.status != "waiting":
-        by = f" (answered by {action.answered_by})" if action.answered_by else ""
-        raise not_found(f"{action.id} does not wait: it is {action.status}{by}")
+        why = f": {action.reason}" if action.reason else ""
+        raise not_found(f"{action.id} does not wait for anybody: {action_words.state(action)}{why}")
     if record.state != "running":
         raise not_found(f"{action.id} does not wait any more: the run is {record.state}")
     if action.expires_step is not None and record.last_step > action.expires_step:

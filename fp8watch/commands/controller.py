@@ -65,6 +65,7 @@ def controller(
         frame_ring=rings["frame"],
         approval_ring=rings["approval"],
         listener=tally,
+        on_open=tally.open_findings,
     )
     exporter = ControllerExporter(program, tally)
     try:

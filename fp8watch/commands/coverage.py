@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fp8watch.controller.store import Store
 from fp8watch.records import Layout
@@ -18,6 +18,8 @@ class Coverage:
     expected: int
     missing: list[str]
     """`name: reason` of what no rank sees, modules and other quantities."""
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    """Modules and parameters in several places of the model, by the name under which they are seen."""
 
     @property
     def is_whole(self) -> bool:
@@ -26,11 +28,13 @@ class Coverage:
 
     def text(self) -> str:
         """One line."""
-        head = f"{self.observed} of {self.expected} FP8 modules observed"
-        if not self.missing:
-            return head
-        more = f"; and {len(self.missing) - MOST_NAMES} more" if len(self.missing) > MOST_NAMES else ""
-        return f"{head}; not observed: {'; '.join(self.missing[:MOST_NAMES])}{more}"
+        text = f"{self.observed} of {self.expected} FP8 modules observed"
+        if self.missing:
+            text += f"; not observed: {_shown(self.missing)}"
+        if self.aliases:
+            shared = [f"{name} is also {', '.join(others)}" for name, others in self.aliases.items()]
+            text += f"; in several places: {_shown(shared)}"
+        return text
 
 
 def of_run(store: Store, run: str) -> Coverage | None:
@@ -48,4 +52,10 @@ def of_run(store: Store, run: str) -> Coverage | None:
         if entry.partition(": ")[0] not in seen
     )  # fmt: skip
     unseen = max(layout.expected_modules - layout.observed_modules for layout in newest.values())
-    return Coverage(observed=len(seen), expected=len(seen) + max(0, unseen), missing=list(missing))
+    shared = {name: others for layout in newest.values() for name, others in layout.aliases.items()}
+    return Coverage(observed=len(seen), expected=len(seen) + max(0, unseen), missing=list(missing), aliases=shared)
+
+
+def _shown(entries: list[str]) -> str:
+    more = f"; and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
+    return "; ".join(entries[:MOST_NAMES]) + more

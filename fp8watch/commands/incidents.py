@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from fp8watch import action_words
 from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
-from fp8watch.controller.store import Store
 from fp8watch.records import ActionRecord, Finding
 from fp8watch.replay.incident import Incident, find
 
@@ -49,11 +49,11 @@ def list_incidents(
     rows = []
     for name, items in grouped.items():
         last = items[-1]
-        done = ", ".join(f"{action.action} {action.status}" for action in answers[name])
+        done = "; ".join(action_words.brief(action) for action in answers[name])
         rows.append(
             (name, last.severity, last.detector, last.cause, items[0].onset_step, items[0].step, last.tensor, done)
         )
-    columns = ["incident", "severity", "detector", "cause", "since", "found", "tensor", "actions"]
+    columns = ["incident", "severity", "detector", "cause", "since step", "found at", "tensor", "actions"]
     print_table(f"Incidents of {found.record.run}", columns, rows)
 
 
@@ -65,13 +65,11 @@ def show(
     incident: IncidentArgument, run: RunOption = None, directory: DirOption = None, as_json: JsonOption = False
 ) -> None:
     """Show one incident: findings with their evidence, every decision about it, the actions, and what they came to."""
-    found = stores.find(stores.folder(directory), run)
-    with stores.reading(found) as store:
-        it = _one(store, found, incident)
+    it = _one(incident, run, directory)[0]
     if as_json:
         print_json(
             {
-                "incident": it.name, "run": found.record.run, "findings": it.findings, "actions": it.actions,
+                "incident": it.name, "run": it.record.run, "findings": it.findings, "actions": it.actions,
                 "results": it.results, "trace": it.trace,
             }
         )  # fmt: skip
@@ -91,9 +89,8 @@ def export(
     """Write one incident with the frames around it into a file that `fp8watch replay` reads."""
     from fp8watch.replay import bundle
 
-    found = stores.find(stores.folder(directory), run)
+    it, found = _one(incident, run, directory)
     with stores.reading(found) as store:
-        it = _one(store, found, incident)
         path = output or Path(f"{found.record.run}-{it.name}.zip")
         try:
             manifest = bundle.export(store, it, path)
@@ -111,8 +108,16 @@ def export(
         )
 
 
-def _one(store: Store, found: stores.Found, name: str) -> Incident:
-    it = find(store, found.record, name)
-    if it is None:
-        raise not_found(f"no incident {name!r} in run {found.record.run}")
-    return it
+def _one(name: str, run: str | None, directory: Path | None) -> tuple[Incident, stores.Found]:
+    """The incident and its run: the run that is named, else the newest that has one of this id. Exits with 3."""
+    newest = stores.find(stores.folder(directory), run)
+    others = [] if run is not None else [*reversed(stores.runs(stores.folder(directory)))]
+    for found in [newest, *(item for item in others if item.record.run != newest.record.run)]:
+        with stores.reading(found) as store:
+            it = find(store, found.record, name)
+        if it is not None:
+            if found is not newest:
+                typer.echo(f"of run {found.record.run}, which is not the newest", err=True)
+            return it, found
+    where = f"in run {run}" if run is not None else "in any run"
+    raise not_found(f"no incident, finding or action {name!r} {where}; `fp8watch incident list` names them")

@@ -25,16 +25,21 @@ HELP = {"agent": "Receive frames, export metrics, find and act.", "console": "Se
 _SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def mount(app: typer.Typer) -> None:
-    """Add all of them to the command line."""
-    for name, (module, text) in OWN.items():
-        _add(app, name, text, lambda module=module: importlib.import_module(module))  # type: ignore[misc]
+def mount(app: typer.Typer, names: Sequence[str] | None, panel: str) -> None:
+    """Add some of this package's own to the command line; None: those that are not there yet, and all of others."""
+    there = {command.name for command in app.registered_commands}
+    for name in OWN if names is None else names:
+        if name not in there:
+            module, text = OWN[name]
+            _add(app, name, text, lambda module=module: importlib.import_module(module), panel)  # type: ignore[misc]
+    if names is not None:
+        return
     for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda item: item.name):
         if entry.name not in OWN:
-            _add(app, entry.name, HELP.get(entry.name, f"From {entry.value.partition(':')[0]}."), entry.load)
+            _add(app, entry.name, HELP.get(entry.name, f"From {entry.value.partition(':')[0]}."), entry.load, panel)
 
 
-def _add(app: typer.Typer, name: str, text: str, load: Callable[[], Any]) -> None:
+def _add(app: typer.Typer, name: str, text: str, load: Callable[[], Any], panel: str) -> None:
     def run(context: typer.Context) -> None:
         try:
             target = load()
@@ -43,7 +48,7 @@ def _add(app: typer.Typer, name: str, text: str, load: Callable[[], Any]) -> Non
         invoke(target, context.args, f"fp8watch {name}")
 
     run.__doc__ = text
-    app.command(name, context_settings=_SETTINGS)(run)
+    app.command(name, context_settings=_SETTINGS, rich_help_panel=panel)(run)
 
 
 def invoke(target: Any, arguments: Sequence[str], name: str) -> None:

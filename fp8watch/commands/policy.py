@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,7 +49,7 @@ def check(
 def compare(
     first: Annotated[str, typer.Argument(help="A policy: file or name.")],
     second: Annotated[str, typer.Argument(help="Another one.")],
-    paths: Annotated[list[Path], typer.Argument(help="Recorded runs: whatever `replay` reads.", metavar="RUN...")],
+    paths: Annotated[list[str], typer.Argument(help="Recorded runs: whatever `replay` reads.", metavar="RUN...")],
     assume: Annotated[str, typer.Option(help="helped | nothing: what is assumed of remedies.")] = "helped",
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints, of logs. 0: none.")] = 0,
     warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of warm-up, of logs.")] = None,
@@ -63,10 +62,16 @@ def compare(
 
     if assume not in {"helped", "nothing"}:
         raise fail(BadInput([f"command line:1: --assume: helped or nothing is wanted, not {assume!r}"]))
-    try:
-        policies = {name: load(name) for name in (first, second)}
-    except BadInput as error:
-        raise fail(error) from error
+    if first == second:
+        raise fail(BadInput([f"command line:1: policies: {first} is compared with itself"]))
+    policies, wrong = {}, []
+    for name in (first, second):
+        try:
+            policies[name] = load(name)
+        except BadInput as error:
+            wrong += error.problems
+    if wrong:
+        raise fail(BadInput(wrong))
     assumptions = Assumptions(
         outcome=assume,  # type: ignore[arg-type]
         checkpoint_every=checkpoint_every,
@@ -75,7 +80,7 @@ def compare(
     runs, problems = comparing.compare(policies, paths, assumptions)
     if as_json:
         print_json(comparing.as_json(runs, list(policies)))
-    else:
+    elif runs:
         columns = ["run", "found", "policy", "done", "steps replayed", "asked", "proposed", "in the way", "apart at"]
         print_table(f"Assuming that remedies {'help' if assume == 'helped' else 'do nothing'}", columns,
                     comparing.rows(runs, list(policies)))  # fmt: skip

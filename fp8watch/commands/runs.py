@@ -26,6 +26,9 @@ def list_runs(directory: DirOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print_json([{"store": str(item.path)} | _summary(item) for item in found])
         return
+    if not found:
+        typer.echo(f"no runs under {stores.folder(directory)} ({stores.WHERE})")
+        return
     rows = [
         (r.run, r.state, r.last_step, r.hello.policy_name, _time(r.started_unix), r.reason)
         for r in (item.record for item in found)

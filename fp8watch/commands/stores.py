@@ -21,6 +21,7 @@ from fp8watch.controller.store_sqlite import SqliteStore
 from fp8watch.errors import BadInput
 from fp8watch.records import RunRecord
 
+WHERE = "FP8WATCH_DIR or --dir says where runs are kept"
 DirOption = Annotated[
     Path | None, typer.Option("--dir", help="Folder that holds the runs; default: FP8WATCH_DIR, else .fp8watch.")
 ]
@@ -93,7 +94,7 @@ def find(directory: Path, run: str | None) -> Found:
         if item.record.run == run:
             return item
     if run is None:
-        raise not_found(f"no runs under {directory}")
+        raise not_found(f"no runs under {directory} ({WHERE})")
     names = ", ".join(item.record.run for item in known[-8:]) or "none"
     raise not_found(f"no run {run!r} under {directory}; known: {names}")
 

@@ -25,6 +25,10 @@ SMOOTHING = 0.2
 """Weight of the newest loss in the moving mean that is drawn: single batches differ by 5 %."""
 
 
+_VERBS = {"sent": "orders", "waiting": "asks", "proposed": "would"}
+"""Status of an action that was not done (yet) -> how its line begins."""
+
+
 class Screen:
     """Context manager; call it with every `Progress`. Without a terminal it writes lines as things happen."""
 
@@ -83,11 +87,9 @@ def render(progress: Progress, *, width: int) -> Panel:
     num_warnings = sum(finding.severity == "warn" for finding in progress.story.findings)
     lines.append(f"{num_warnings} warnings, on which nobody acts" if num_warnings else "")
     story = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
-    title = (
-        f"fp8watch demo: {plan.scenario.name} ({plan.scenario.summary}), seed {plan.watched.config.seed}, "
-        f"policy {plan.policy}, step {progress.watched.last_step} of {steps}"
-    )
-    return Panel(Group(chart, legend, Text(), story), title=escape(title), title_align="left")
+    title = f"fp8watch demo: {plan.scenario.name}, step {progress.watched.last_step} of {steps}"
+    about = Text(f"{plan.scenario.summary}; seed {plan.watched.config.seed}, policy {plan.policy}", overflow="fold")
+    return Panel(Group(about, chart, legend, Text(), story), title=escape(title), title_align="left")
 
 
 def _runs(progress: Progress) -> list[tuple[str, Losses, str]]:
@@ -120,13 +122,13 @@ def story_lines(progress: Progress, *, with_warnings: bool = True) -> list[str]:
     """Findings and actions in the order of their steps."""
     story = progress.story
     lines = [
-        (finding.step, 0, f"found   {words.finding_line(finding)}")
+        (finding.step, 0, f"found   {words.finding_line(finding, with_evidence=with_warnings)}")
         for finding in story.findings
         if with_warnings or finding.severity == "act"
     ]
     for action in story.actions:
-        verb = "did     " if action.applied_step is not None else "not     "
-        lines.append((action.applied_step or action.decided_step, 1, verb + words.action_line(action)))
+        verb = "did" if action.applied_step is not None else _VERBS.get(action.status, "not")
+        lines.append((action.applied_step or action.decided_step, 1, f"{verb:8}{words.action_line(action)}"))
     return [line for _, _, line in sorted(lines, key=lambda entry: entry[:2])]
 
 

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8watch import action_words
 from fp8watch.records import ActionRecord, Finding
 
 
-def finding_line(finding: Finding) -> str:
-    """What, where, since when, why."""
+def finding_line(finding: Finding, *, with_evidence: bool = True) -> str:
+    """What, why, since when, where; and by what evidence."""
     where = finding.tensor or finding.layer
     place = f" in {where}" if where else ""
     others = len(finding.layers) - 1
     if others > 0:
         place += f" and {others} more layers"
-    return (
-        f"step {finding.step}: {finding.detector} ({finding.severity}){place}, since step {finding.onset_step}; "
-        f"cause {finding.cause}: {evidence(finding.evidence)}"
+    told = (
+        f"step {finding.step}: {finding.detector} ({finding.severity}), cause {finding.cause}, "
+        f"since step {finding.onset_step}{place}"
     )
+    return f"{told}: {evidence(finding.evidence)}" if with_evidence else told
 
 
 def action_line(action: ActionRecord) -> str:
     """What was done, whether it is in force, whether it helped."""
-    name = f"{action.action} {parameters(action.params)}".strip()
+    shown = parameters(action.params)
+    name = f"{action.action} ({shown})" if shown else action.action
     if action.applied_step is None:
-        return f"step {action.decided_step}: {name}: {action.status}; {action.reason}"
-    return (
-        f"step {action.applied_step}: {name}; read back {action.readback} {parameters(action.observed)}; "
-        f"outcome {action.outcome.replace('_', ' ')}"
-    )
+        reason = f": {action.reason}" if action.reason else ""
+        return f"step {action.decided_step}: {name} {action_words.state(action)}{reason}"
+    observed = parameters(action.observed)
+    read_back = f"read back {action_words.read_back(action)}" + (f" ({observed})" if observed else "")
+    return f"step {action.applied_step}: {name}, {read_back}, {action_words.effect(action)}"
 
 
 def evidence(found: dict[str, Any]) -> str:
@@ -40,21 +43,15 @@ def evidence(found: dict[str, Any]) -> str:
 
 
 def parameters(values: dict[str, Any], limit: int = 4) -> str:
-    """`name=value` of the plain ones, `name=3 entries` of the others."""
+    """`name 3` of the plain ones, `3 names` of lists and mappings."""
     parts = []
     for name, value in list(values.items())[:limit]:
         if isinstance(value, float):
-            parts.append(f"{name}={value:.4g}")
+            parts.append(f"{name} {value:.4g}")
         elif isinstance(value, list | dict):
-            parts.append(f"{name}={_brief(value)}")
+            parts.append(str(next(iter(value))) if len(value) == 1 else f"{len(value)} {name}")
         elif value is not None:
-            parts.append(f"{name}={value}")
+            parts.append(f"{name} {value}")
     if len(values) > limit:
         parts.append("...")
-    return " ".join(parts)
-
-
-def _brief(value: list[Any] | dict[str, Any]) -> str:
-    if len(value) == 1:
-        return str(next(iter(value)))
-    return f"{len(value)} entries"
+    return ", ".join(parts)

@@ -133,6 +133,8 @@ def _tighten_clip(state: PolicyState, view: View, rung: Rung, trouble: Trouble) 
     _not_twice(state, "tighten_clip")
     if trouble.detector == "nonfinite" or view.is_nonfinite_now:
         raise NotNow("clipping cannot mend a norm that is not finite")
+    if rung.per_tensor is not None:
+        return {"per_tensor": rung.per_tensor}, f"each tensor to {rung.per_tensor:g} times its own norm"
     if rung.max_norm is not None:
         return {"max_norm": rung.max_norm}, ""
     if view.grad_norm_median is None:
@@ -143,6 +145,8 @@ def _tighten_clip(state: PolicyState, view: View, rung: Rung, trouble: Trouble) 
 
 def _lengthen_warmup(state: PolicyState, view: View, rung: Rung, trouble: Trouble) -> tuple[Params, str]:
     _not_twice(state, "lengthen_warmup")
+    if view.is_warming_up:
+        return rung.command_params(), f"step {view.step} of a warm-up whose end is not known"
     if view.warmup_steps is None:
         raise NotNow("the schedule's warm-up is not known")
     if view.step >= view.warmup_steps:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from fp8watch.errors import BadInput
-from fp8watch.policy import lint, yaml_text
-from fp8watch.policy.schema import Policy, meant
+from fp8watch.policy import lint, wording, yaml_text
+from fp8watch.policy.rungs import Rung
+from fp8watch.policy.schema import Policy
 from fp8watch.records import DETECTORS
 
 SCHEMA_ID = "urn:fp8watch:policy:1"
@@ -40,18 +39,23 @@ def read(source: str | Path | None) -> tuple[str, str]:
     if source is None:
         source = "observe"
     if isinstance(source, str):
+        if not source.strip():
+            raise BadInput([f"<policy>:1: policy: empty; shipped policies: {', '.join(shipped())}"])
         if "\n" in source or ":" in source.split("/")[-1]:
             return source, "<policy>"
         if source in shipped():
             return (resources.files("fp8watch.policy") / "policies" / f"{source}.yaml").read_text("utf-8"), source
     path = Path(source)
     try:
-        data = path.read_bytes()
+        with path.open("rb") as handle:
+            data = handle.read(yaml_text.MAX_POLICY_BYTES + 1)  # of more it is refused anyway
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         names = ", ".join(shipped())
         reason = getattr(error, "strerror", None) or error
         shown = str(path).replace("\0", "\\0")
         raise BadInput([f"{shown}:1: policy: {reason}; shipped policies: {names}"]) from error
+    if len(data) > yaml_text.MAX_POLICY_BYTES:
+        raise BadInput([yaml_text.too_long(str(path))])
     try:
         return data.decode("utf-8"), str(path)
     except UnicodeDecodeError as error:
@@ -68,7 +72,7 @@ def check(source: str | Path | None) -> Policy:
     """The policy, if it is valid and can work. Raises `BadInput` with all that is wrong or can never take effect."""
     text, name = read(source)
     policy, document = _validated(text, name)
-    faults = [(_line(document, at), _field(document, at), why) for at, why in lint.faults(policy)]
+    faults = [(wording.line_of(document, at), wording.field_of(document, at), why) for at, why in lint.faults(policy)]
     if faults:
         raise BadInput([f"{name}:{line}: {field}: {why}" for line, field, why in sorted(faults)])
     return policy
@@ -83,63 +87,8 @@ def _validated(text: str, name: str) -> tuple[Policy, Any]:
     try:
         return Policy.model_validate(plain), document
     except ValidationError as error:
-        problems = [
-            (_line(document, issue["loc"]), _field(document, issue["loc"]), _reason(issue))
-            for issue in error.errors(include_url=False)
-        ]
-        raise BadInput([f"{name}:{line}: {field}: {reason}" for line, field, reason in sorted(problems)]) from error
-
-
-def _line(document: Any, location: Iterable[int | str]) -> int:
-    """Line of the innermost key or item of an error's location that the text has; counts from 1."""
-    node, line = document, 1
-    for part in location:
-        marks = getattr(node, "lc", None)
-        try:
-            if isinstance(node, dict) and part in node and marks is not None:
-                line = marks.key(part)[0] + 1
-            elif isinstance(node, list) and isinstance(part, int) and part < len(node) and marks is not None:
-                line = marks.item(part)[0] + 1
-            else:
-                continue  # a union's tag, or a key that is missing: the parent's line stands
-            node = node[part]
-        except (KeyError, TypeError, AttributeError):
-            break
-    return line
-
-
-def _field(document: Any, location: tuple[int | str, ...]) -> str:
-    """`rules[0].ladder[1].skip_batches`; union tags, which no one wrote, are left out."""
-    node, parts = document, ""
-    for index, part in enumerate(location):
-        if isinstance(part, int):
-            parts += f"[{part}]"
-        elif isinstance(node, dict) and part not in node and index < len(location) - 1:
-            continue
-        else:
-            parts += f".{part}" if parts else str(part)
-        try:
-            node = node[part]
-        except (KeyError, TypeError, IndexError):
-            node = None
-    return parts or "policy"
-
-
-def _reason(issue: Any) -> str:
-    message = str(issue["msg"]).removeprefix("Value error, ")
-    if issue["type"] == "extra_forbidden":
-        message = "unknown key" + meant(str(issue["loc"][-1]), KEYS)
-    if issue["type"] == "missing" and "approval" in issue["loc"]:
-        message = "wanted beside the other: how long to wait (timeout_steps) and what silence means (default)"
-    given = issue.get("input")
-    if isinstance(given, dict) and issue["type"] == "union_tag_invalid":
-        given = given.get("action")
-    expected = re.findall(r"'(\w+)'", message)
-    if isinstance(given, str | int | float | bool) and issue["type"] not in {"extra_forbidden", "missing"}:
-        message += f" (found {given!r})"
-    if issue["type"] in {"literal_error", "union_tag_invalid"} and isinstance(given, str):
-        message += meant(given, [name for name in expected if name != given])
-    return " ".join(message.split())
+        problems = wording.problems(document, error.errors(include_url=False), PLACES)
+        raise BadInput([f"{name}:{line}: {field}: {reason}" for line, field, reason in problems]) from error
 
 
 def json_schema() -> str:
@@ -165,5 +114,21 @@ def _one_or_many(field: dict[str, Any]) -> None:
             field["anyOf"].insert(0, option["items"])
 
 
-KEYS = tuple(sorted({*re.findall(r'"(\w+)": \{', json_schema())}))
-"""Every key that a policy may have, for the nearest one to a key that is unknown."""
+def _places() -> dict[str, list[str]]:
+    """Every key that a policy may have, with the parts that have it: actions by their name."""
+    schema = Policy.model_json_schema()
+    names = {"Budgets": "budgets", "Approval": "approval", "Quiet": "quiet", "When": "when", "Rule": "a rule",
+             "Requires": "requires", "Verify": "verify", "Change": "changes of a rollback"}  # fmt: skip
+    found: dict[str, list[str]] = {key: ["the file's top level"] for key in schema["properties"]}
+    for model, part in schema["$defs"].items():
+        action = part["properties"].get("action", {}).get("const")
+        for key in part["properties"]:
+            is_common = action is not None and key in Rung.model_fields
+            place = "a rung of a ladder" if is_common else names.get(model, f"action {action}")
+            places = found.setdefault(key, [])
+            if place not in places:
+                places.append(place)
+    return found
+
+
+PLACES = _places()

@@ -42,7 +42,7 @@ def why_not(when: When, trouble: Trouble, view: View) -> str | None:
         return "other layers"
     if view.step - trouble.first_step + 1 < when.for_steps:
         return f"not {when.for_steps} steps old"
-    if when.near_warmup_steps is not None and (
+    if (when.near_warmup_steps is not None and not view.is_warming_up) and (
         view.warmup_steps is None or trouble.onset_step > view.warmup_steps + when.near_warmup_steps
     ):
         return "not near warm-up"

@@ -44,4 +44,4 @@ def unmet(requires: Requires, view: View, trouble: Trouble) -> str | None:
 
 
 def _in_warmup(view: View) -> bool:
-    return view.warmup_steps is not None and view.step <= view.warmup_steps
+    return view.is_warming_up or (view.warmup_steps is not None and view.step <= view.warmup_steps)

@@ -117,12 +117,15 @@ class HoldLr(Rung):
 
 
 class TightenClip(Rung):
-    """min(the user's limit, ours). `max_norm` absent: `times_median` times the recent median gradient norm."""
+    """min(the user's limit, ours). `max_norm` absent: `times_median` times the recent median gradient norm.
+
+    With `per_tensor` no limit of the whole but one for each gradient tensor, so many times what its norm has been."""
 
     revertible: ClassVar[bool] = True
-    command_fields: ClassVar[tuple[str, ...]] = ("max_norm",)
+    command_fields: ClassVar[tuple[str, ...]] = ("max_norm", "per_tensor")
     action: Literal["tighten_clip"]
     max_norm: Annotated[float, Field(ge=0.0)] | None = None
+    per_tensor: Annotated[float, Field(ge=1.0, le=100.0)] | None = None
     times_median: Annotated[float, Field(gt=0.0)] = 1.5
     undo_above_clip_rate: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Undo it once more than this share of 300 steps was clipped: that is a stall and no cure. Absent: never."""

@@ -108,7 +108,7 @@ class Turn:
             Decision(
                 kind="record", mode=mode, action_id=action_id, action=action,
                 params=track.params if action == track.action else {}, rule=track.rule, trouble=track.trouble,
-                reason=join(track.why, why), status=status, by=by,  # type: ignore[arg-type]
+                reason=why + (f" (next in turn because {track.why})" if track.why else ""), status=status, by=by,  # type: ignore[arg-type]
             )
         )  # fmt: skip
 

@@ -69,6 +69,8 @@ class View:
     """Action -> why not, for those that this run cannot do."""
     checkpoints: tuple[CheckpointRecord, ...] = ()
     warmup_steps: int | None = None
+    is_warming_up: bool = False
+    """The learning rate rises from the first step on, and where that ends is not known."""
     modules: tuple[str, ...] = ()
     """All FP8 modules seen."""
     tensors: tuple[str, ...] = ()

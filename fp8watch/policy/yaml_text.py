@@ -46,9 +46,14 @@ def _line(error: Exception) -> int:
     return line
 
 
+def too_long(name: str) -> str:
+    """What is said of a text that no policy has."""
+    return f"{name}:1: policy: longer than {MAX_POLICY_BYTES} bytes"
+
+
 def _bounded(text: str, name: str) -> None:
     if len(text.encode("utf-8", errors="replace")) > MAX_POLICY_BYTES:
-        raise BadInput([f"{name}:1: policy: longer than {MAX_POLICY_BYTES} bytes"])
+        raise BadInput([too_long(name)])
     depth = 0
     for number, line in enumerate(text.splitlines(), start=1):
         # Brackets inside quotes and comments count too: they are balanced there, or few.

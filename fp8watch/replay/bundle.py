@@ -18,6 +18,7 @@ import logging
 import re
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,13 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 MARGIN_STEPS = 256
 """Steps before the onset and after the last line of the log whose frames go into a bundle, as the store keeps them."""
-LIMIT_BYTES = 8 << 30
-"""Unpacked size that is read."""
+LIMIT_BYTES = 256 << 20
+"""Unpacked size of a part that is read into memory."""
+FRAMES = "frames.sqlite"
+FRAMES_LIMIT_BYTES = 8 << 30
+"""Unpacked size of the frames, which go to disk."""
+_BLOCK_BYTES = 1 << 20
+_CHANGED = "its checksum is not the manifest's: it was changed or damaged"
 SUFFIX = ".zip"
 _OF_DETECTORS = re.compile(r"(\d+-)?f\d+")
 """Ids of what detectors find; the controller's own findings (data that repeats) need more than frames."""
@@ -72,7 +78,7 @@ def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
     """Write a bundle; its manifest. Raises `OSError`. Goes once through the run to get the detectors' state."""
     window, state = _window(store, incident)
     with tempfile.TemporaryDirectory() as folder:
-        frames = Path(folder) / "frames.sqlite"
+        frames = Path(folder) / FRAMES
         num_frames = _copy_frames(store, incident, window, frames)
         files: dict[str, bytes] = {
             "report.txt": "\n".join(incident.story()).encode(),
@@ -83,20 +89,33 @@ def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
             "hello.json": _json(incident.record.hello),
             "policy.yaml": (incident.record.hello.policy or "version: 1\nmode: observe\n").encode(),
             "samples.json": msgspec.json.encode(window),
-            "frames.sqlite": frames.read_bytes(),
         }
         if state is not None:
             files["state.msgpack"] = state
         with contextlib.closing(SqliteStore(frames, read_only=True)) as copied:
             steps = _steps(copied, window, state, incident.record.run)
             again = [finding for seen in steps for finding in seen.findings]
+        manifest = _manifest(store, incident, window, num_frames, again)
+        sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        manifest["sha256"] = sums | {FRAMES: _sum_of(frames)}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("manifest.json", json.dumps(manifest, indent=2))
+            for name, data in files.items():
+                archive.writestr(name, data)
+            archive.write(frames, FRAMES)
+    return manifest
+
+
+def _manifest(
+    store: Store, incident: Incident, window: Window, num_frames: int, again: list[Finding]
+) -> dict[str, Any]:
     keys = {(row.attempt, row.step) for row in window.rows}
     expected = [
         item
         for item in store.read(incident.record.run, Finding)
         if (item.attempt, item.step) in keys and _OF_DETECTORS.fullmatch(item.id)
     ]
-    manifest = {
+    return {
         "format": FORMAT_VERSION,
         "fp8watch": __version__,
         "run": incident.record.run,
@@ -108,13 +127,7 @@ def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
         "samples": len(window.rows),
         "frames": num_frames,
         "reproduces": again == expected and bool(expected),
-        "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
     }
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("manifest.json", json.dumps(manifest, indent=2))
-        for name, data in files.items():
-            archive.writestr(name, data)
-    return manifest
 
 
 def _json(value: Any) -> bytes:
@@ -186,7 +199,8 @@ def read(path: Path) -> list[Recording]:
     """The run's part in a bundle. Raises `BadInput` for an archive that is none, damaged or of a newer format."""
     try:
         with zipfile.ZipFile(path) as archive:
-            manifest = json.loads(archive.read("manifest.json"))
+            with archive.open("manifest.json") as packed:
+                manifest = json.loads(packed.read(_BLOCK_BYTES))
             if manifest["format"] > FORMAT_VERSION:
                 reason = f"format {manifest['format']}, this reads up to {FORMAT_VERSION}"
                 raise BadInput([f"{path}:1: bundle: {reason}"])
@@ -195,13 +209,25 @@ def read(path: Path) -> list[Recording]:
             has_state = "state.msgpack" in archive.namelist()
             state = _checked(path, archive, manifest, "state.msgpack") if has_state else None
             run = str(manifest["run"])
-    except (KeyError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, msgspec.DecodeError) as error:
-        raise BadInput([f"{path}:1: bundle: no incident bundle ({error})"]) from error
+    except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise BadInput([f"{path}:1: bundle: damaged ({error})"]) from error
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:  # recursion too
+        # Another program's archive: of another make, packed in another way, or with a password.
+        logger.debug("%s is no bundle", path, exc_info=True)
+        made_by = "what `fp8watch incident export` writes has a manifest.json with its format, run and checksums"
+        raise BadInput([f"{path}:1: bundle: an archive, but no incident bundle: {made_by}"]) from error
 
     def steps() -> Iterator[Seen]:
         with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as archive:
-            frames = Path(folder) / "frames.sqlite"
-            frames.write_bytes(_checked(path, archive, manifest, "frames.sqlite"))
+            frames = Path(folder) / FRAMES
+            _unpack(path, archive, manifest, FRAMES, frames)
             with contextlib.closing(SqliteStore(frames, read_only=True)) as store:
                 yield from _steps(store, window, state, run)
 
@@ -210,12 +236,36 @@ def read(path: Path) -> list[Recording]:
 
 
 def _checked(path: Path, archive: zipfile.ZipFile, manifest: dict[str, Any], name: str) -> bytes:
-    if archive.getinfo(name).file_size > LIMIT_BYTES:
+    with archive.open(name) as packed:
+        data = packed.read(LIMIT_BYTES + 1)  # what the archive says of its size need not be so
+    if len(data) > LIMIT_BYTES:
         raise BadInput([f"{path}:1: {name}: larger than {LIMIT_BYTES} bytes"])
-    data = archive.read(name)
     if hashlib.sha256(data).hexdigest() != manifest["sha256"][name]:
-        raise BadInput([f"{path}:1: {name}: its checksum is not the manifest's"])
+        raise BadInput([f"{path}:1: {name}: {_CHANGED}"])
     return data
+
+
+def _unpack(path: Path, archive: zipfile.ZipFile, manifest: dict[str, Any], name: str, target: Path) -> None:
+    """A large part into a file, block by block."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with archive.open(name) as packed, target.open("wb") as out:
+            while block := packed.read(_BLOCK_BYTES):
+                size += len(block)
+                if size > FRAMES_LIMIT_BYTES:
+                    raise BadInput([f"{path}:1: {name}: larger than {FRAMES_LIMIT_BYTES} bytes"])
+                digest.update(block)
+                out.write(block)
+        is_same = digest.hexdigest() == manifest["sha256"][name]
+    except (KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error) as error:
+        raise BadInput([f"{path}:1: {name}: missing or damaged ({error})"]) from error
+    if not is_same:
+        raise BadInput([f"{path}:1: {name}: {_CHANGED}"])
+
+
+def _sum_of(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) -> Iterator[Seen]:

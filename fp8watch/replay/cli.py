@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,7 +36,10 @@ WarmupOption = Annotated[int | None, typer.Option(min=0, help="Steps of warm-up,
 
 
 def command(
-    paths: Annotated[list[Path], typer.Argument(help="Logs, event folders, stores or bundles.", metavar="PATH...")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Logs, folders of them, stores, bundles, or a Redis (redis://...).", metavar="PATH..."),
+    ],
     policy: Annotated[str | None, typer.Option(help="Policy file or name: also print what it would do.")] = None,
     out_format: Annotated[OutFormat, typer.Option("--format", help="One JSON object a line, or a table.")] = (
         OutFormat.TABLE
@@ -48,6 +50,7 @@ def command(
     decisions: Annotated[
         bool, typer.Option("--decisions", help="The decision log of fp8watch's own runs, as its replay writes it.")
     ] = False,
+    run: Annotated[str | None, typer.Option("--run", help="Of what holds several runs, this one only.")] = None,
 ) -> None:
     """Run the detectors over recorded runs: what would have been found, when, and why."""
     try:
@@ -61,6 +64,6 @@ def command(
         checkpoint_every=checkpoint_every,
         warmup_steps=warmup_steps,
     )
-    code = replay(paths, chosen, out_format.value, assumptions=assumptions, decisions=decisions)
+    code = replay(paths, chosen, out_format.value, assumptions=assumptions, decisions=decisions, run=run)
     if code:
         raise typer.Exit(code)

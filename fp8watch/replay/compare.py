@@ -34,7 +34,7 @@ class Compared:
 
 
 def compare(
-    policies: dict[str, Policy], paths: Sequence[Path], assumptions: Assumptions
+    policies: dict[str, Policy], paths: Sequence[Path | str], assumptions: Assumptions
 ) -> tuple[list[Compared], list[str]]:
     """Every run at these paths under every policy, in one pass a run; and what was wrong with the input."""
     found: list[Compared] = []
@@ -90,9 +90,7 @@ def rows(runs: Sequence[Compared], policies: Sequence[str]) -> list[tuple[object
             if cost is None:
                 continue
             first = number == 0
-            made.append(
-                (run.run if first else "", found if first else "", name, *_cells(cost), run.apart_at if first else "")
-            )
+            made.append((run.run, found if first else "", name, *_cells(cost), run.apart_at if first else ""))
     for name in policies:
         made.append(("all runs", "", name, *_cells(totals(runs, name) | {"applied": None, "halted_step": None}), ""))
     return made
@@ -100,7 +98,7 @@ def rows(runs: Sequence[Compared], policies: Sequence[str]) -> list[tuple[object
 
 def _cells(cost: dict[str, Any]) -> tuple[object, ...]:
     applied = cost["applied"]
-    what = str(cost["actions"]) if applied is None else ", ".join(f"{n} {a}" for a, n in applied.items())
+    what = str(cost["actions"]) if applied is None else ", ".join(f"{n} {a}" for a, n in applied.items()) or "nothing"
     if cost.get("halted_step") is not None:
         what += f" (halted at {cost['halted_step']})"
     return what, cost["steps_replayed"], cost["asked"], cost["proposed"], cost["unavailable"] + cost["refused"]

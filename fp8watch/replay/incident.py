@@ -7,11 +7,21 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from fp8watch import action_words
 from fp8watch.controller.store import Store
 from fp8watch.records import ActionRecord, CommandResult, Finding, RunRecord, TraceEntry
 
 _CONTEXT = frozenset({"policy", "attempt", "checkpoint"})
 """Lines that belong to no incident; those between an incident's first and last line are shown with it."""
+_REASONS = {"for": "speaks for it", "against": "speaks against it"}
+_SAID = {
+    "found": frozenset({"detector", "cause"}),
+    "passed_over": frozenset({"status"}),
+    "concluded": frozenset({"verb", "command", "term"}),
+    "undone": frozenset({"verb", "command", "term"}),
+}
+"""Event -> details that its line says already, or that only a program asks for."""
+_NOTHING: tuple[Any, ...] = ("", None, {}, [], 0)
 MAX_SHOWN = 6
 """Items of a list or mapping that a story shows; a bundle's JSON has them all."""
 MAX_RESULTS = 64
@@ -53,7 +63,8 @@ class Incident:
         record, hello = self.record, self.record.hello
         versions = ", ".join(f"{name} {value}" for name, value in sorted(hello.framework.items()))
         yield f"Incident {self.name} of run {record.run}"
-        yield f"policy {hello.policy_name}; {hello.world_size} ranks; {versions or 'versions not known'}"
+        ranks = "1 rank" if hello.world_size == 1 else f"{hello.world_size} ranks"
+        yield f"policy {hello.policy_name}; {ranks}; {versions or 'versions not known'}"
         for finding in self.findings:
             yield ""
             where = finding.tensor or ", ".join(finding.layers[:4]) or "the whole run"
@@ -62,7 +73,8 @@ class Incident:
                 f" {finding.attempt}), since step {finding.onset_step}, in {where}; cause: {finding.cause}"
             )
             for key, value in finding.evidence.items():
-                yield f"    {key}: {_shown(value)}"
+                if key in _REASONS or value not in ("", None, {}, []):
+                    yield f"    {_REASONS.get(key, key)}: {_reasons(value) if key in _REASONS else _shown(value)}"
         yield ""
         yield "Decisions"
         for entry in self.trace:
@@ -71,20 +83,24 @@ class Incident:
             yield "  none were written down (recorded before there was a decision log)"
         for action in self.actions:
             yield ""
-            yield (
-                f"{action.id}: {action.action} {_shown(action.params)}: {action.status}, read back {action.readback},"
-                f" {action.outcome}" + (f"; answered by {action.answered_by}" if action.answered_by else "")
-            )
+            yield from self._of_action(action)
+
+    def _of_action(self, action: ActionRecord) -> Iterator[str]:
+        params = f" ({_shown(action.params)})" if action.params else ""
+        read_back, effect = action_words.read_back(action), action_words.effect(action)
+        parts = [action_words.state(action), read_back and f"read back {read_back}", effect]
+        yield f"{action.id}: {action.action}{params}: {', '.join(part for part in parts if part)}"
+        if action.reason:
             yield f"    {action.reason}"
-            answers = [item for item in self.results if item.id.partition("/")[0] == action.id]
-            for item in answers[:MAX_RESULTS]:
-                told = f"{item.detail}; " if item.detail else ""
-                yield (
-                    f"    rank {item.rank}, step {item.step}: {item.verb} {item.status}, read back {item.readback};"
-                    f" {told}{_shown(item.observed)}"
-                )
-            if len(answers) > MAX_RESULTS:
-                yield f"    and {len(answers) - MAX_RESULTS} more answers of ranks"
+        # A rank answers when it has applied a command and again when it has read it back: the later one says both.
+        of_action = (item for item in self.results if item.id.partition("/")[0] == action.id)
+        answers = list({(item.id, item.verb, item.rank): item for item in of_action}.values())
+        for item in answers[:MAX_RESULTS]:
+            read_back = f", read back {item.readback}" if item.status == "applied" else ""
+            told = "; ".join(part for part in (item.detail, _shown(item.observed) if item.observed else "") if part)
+            yield f"    rank {item.rank}, step {item.step}: {item.verb} {item.status}{read_back}{told and f'; {told}'}"
+        if len(answers) > MAX_RESULTS:
+            yield f"    and {len(answers) - MAX_RESULTS} more answers of ranks"
 
 
 def find(store: Store, record: RunRecord, name: str) -> Incident | None:
@@ -120,19 +136,32 @@ def _line(entry: TraceEntry) -> str:
     when = datetime.fromtimestamp(entry.time_unix, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     what = " ".join(part for part in (entry.action, entry.action_id and f"({entry.action_id})") if part)
     rule = f"rule {entry.rule}" if entry.rule else ""
-    details = {key: value for key, value in entry.details.items() if value not in ("", None, {}, [])}
-    parts = [what, rule, entry.reason, _shown(details) if details else ""]
+    said = _SAID.get(entry.event, frozenset())
+    details = {key: value for key, value in entry.details.items() if key not in said and value not in _NOTHING}
+    if "sha256" in details:
+        details["sha256"] = str(details["sha256"])[:12]
+    parts = [what, rule, entry.reason, _shown(details, len(details)) if details else ""]
     told = "; ".join(part for part in parts if part)
-    return f"{when} step {entry.step} (attempt {entry.attempt}) {entry.event.replace('_', ' ')}: {told}"
+    event = entry.event.replace("_", " ")
+    if entry.event == "passed_over" and entry.details.get("status") == "refused":
+        event = "not allowed"
+    return f"{when} step {entry.step} (attempt {entry.attempt}) {event}: {told}"
 
 
-def _shown(value: Any) -> str:
+def _reasons(value: Any) -> str:
+    """What speaks for a cause, or against it."""
+    if isinstance(value, list | tuple):
+        return "; ".join(map(str, value)) or "nothing"
+    return _shown(value)
+
+
+def _shown(value: Any, most: int = MAX_SHOWN) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, dict):
-        shown = ", ".join(f"{key} {_shown(item)}" for key, item in list(value.items())[:MAX_SHOWN])
-        return (shown + (", ..." if len(value) > MAX_SHOWN else "")) or "{}"
+        shown = ", ".join(f"{key} {_shown(item)}" for key, item in list(value.items())[:most])
+        return (shown + (", ..." if len(value) > most else "")) or "{}"
     if isinstance(value, list | tuple):
-        shown = ", ".join(_shown(item) for item in value[:MAX_SHOWN])
-        return f"[{shown}{', ...' if len(value) > MAX_SHOWN else ''}]"
+        shown = ", ".join(_shown(item) for item in value[:most])
+        return f"[{shown}{f', ... {len(value)} in all' if len(value) > most else ''}]"
     return str(value)

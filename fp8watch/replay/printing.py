@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, TextIO
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TextIO, cast
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fp8watch.errors import OutputFailed
 from fp8watch.records import Finding, TraceEntry
 from fp8watch.replay.recording import Recording
 
 Format = Literal["jsonl", "table"]
 _COLUMNS = ("run", "step", "onset_step", "detector", "severity", "cause")
 """Of a table; what and why come last."""
+_KINDS = {"unavailable": "passes over", "refused": "may not do", "propose": "proposes", "wait": "asks for",
+          "apply": "does", "undo": "undoes", "expired": "no longer asks for"}  # fmt: skip
+"""Of an action's line -> the verb that a table has."""
 _WIDTH = 140
 """Of a table that is not written to a terminal."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """How much was looked at, and what came of it."""
+
+    runs: int = 0
+    steps: int = 0
+    findings: Counter[str] = field(default_factory=Counter)
+    """Severity -> lines."""
+    is_whole: bool = True
+    """False: something could not be read, or not to its end."""
+
+    def text(self) -> str:
+        """In one line. That nothing was found is said only of what was read."""
+        if not self.steps:
+            return "nothing was read" + ("" if self.is_whole else ": see the errors")
+        found = ", ".join(f"{self.findings[name]} {name}" for name in ("act", "warn") if self.findings[name])
+        steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
+        of_runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
+        if self.is_whole:
+            return f"{steps} of {of_runs}: {found or 'no findings'}"
+        return f"{steps} of {of_runs} could be read: {found or 'nothing found'} in them; of the rest see the errors"
 
 
 class Printer(Protocol):
@@ -34,13 +63,36 @@ class Printer(Protocol):
     def decision(self, entry: TraceEntry) -> None:
         """A line of the decision log."""
 
-    def close(self) -> None:
+    def close(self, tally: Tally) -> None:
         """The end."""
 
 
 def printer(out_format: Format, out: TextIO) -> Printer:
-    """The printer of a format."""
-    return Lines(out) if out_format == "jsonl" else Tables(out)
+    """The printer of a format. Its methods raise `OutputFailed`, which is no fault of the input."""
+    checked = cast(TextIO, _Checked(out))
+    return Lines(checked) if out_format == "jsonl" else Tables(checked)
+
+
+class _Checked:
+    """A stream whose failures are told from those of the files that are read."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        try:
+            return self._out.write(text)
+        except OSError as error:
+            raise OutputFailed(error) from error
+
+    def flush(self) -> None:
+        try:
+            self._out.flush()
+        except OSError as error:
+            raise OutputFailed(error) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
 
 
 def as_json(finding: Finding, recording: Recording) -> dict[str, Any]:
@@ -85,7 +137,7 @@ class Lines:
         """A line of the decision log."""
         self._out.write(msgspec.json.encode(entry).decode() + "\n")
 
-    def close(self) -> None:
+    def close(self, tally: Tally) -> None:
         """The end."""
         self._out.flush()
 
@@ -114,8 +166,8 @@ class Tables:
 
     def action(self, row: dict[str, Any]) -> None:
         """An action."""
-        params = {} if row["kind"] == "undo" else row["params"]
-        words = f"{row['kind']} {row['action']} {params or ''} ({row['rule']}): {row['reason']}"
+        params = "" if row["kind"] == "undo" else _params(row["params"])
+        words = f"{_KINDS.get(row['kind'], row['kind'])} {row['action']}{params}, rule {row['rule']}: {row['reason']}"
         self._add(self._table, str(row["run"]), str(row["step"]), "", row["severity"], "", "", words)
 
     def summary(self, row: dict[str, Any]) -> None:
@@ -139,17 +191,27 @@ class Tables:
             entry.reason,
         )  # fmt: skip
 
-    def close(self) -> None:
-        """Print what there is."""
+    def close(self, tally: Tally) -> None:
+        """Print what there is, and how much was looked at."""
         tables = [table for table in (self._table, self._log, self._costs) if table.row_count]
         for table in tables:
             self._console.print(table)
-        if not self._table.row_count and not self._log.row_count:
-            self._console.print("no findings")
+        self._console.print(Text(tally.text()))
+        self._console.file.flush()
 
     def _add(self, table: Table, *cells: str) -> None:
         # Text and not markup: names from a run may hold brackets.
         table.add_row(*(Text(cell) for cell in cells))
+
+
+def _params(params: dict[str, Any]) -> str:
+    """Parameters in a few words: of a list only how long it is, unless it has one item."""
+    parts = [
+        f"{len(value)} {key}" if isinstance(value, list | dict) and len(value) != 1
+        else f"{key} {next(iter(value)) if isinstance(value, list | dict) else value}"
+        for key, value in params.items()
+    ]  # fmt: skip
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _brief(evidence: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ from fp8watch.records import CheckpointRecord, Finding, TraceEntry
 
 LEAST_ROWS = 20
 """Rows of a log by which its order is judged."""
+NOTE = "note: "
+"""Begins what is said on standard error and is no error."""
 FILTERED_NOTE = "log source: the trainer may have repaired or averaged non-finite values before logging them"
 
 
@@ -51,6 +53,8 @@ class Recording:
     may_be_filtered: bool = True
     """The values come from a log, not from the tensors (a trainer may log the mean instead of a NaN)."""
     facts: Facts = field(default_factory=Facts)
+    notes: list[str] = field(default_factory=list)
+    """What a person should know of how it was read (`file:line: field: remark`); its reader adds to it on the way."""
     steps: Callable[[], Iterator[Seen]] | None = None
     """Of runs that fp8watch recorded: the same steps through the live controller's own code."""
 

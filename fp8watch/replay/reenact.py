@@ -10,12 +10,13 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, cast
 
 import msgspec
 
 from fp8watch import wire
-from fp8watch.controller.inbox import PROCESS_BITS
+from fp8watch.controller.cluster_run import ClusterController
+from fp8watch.controller.inbox import PROCESS_BITS, entry_number
 from fp8watch.controller.service import RunController
 from fp8watch.controller.store import Approval, Store
 from fp8watch.controller.store_memory import MemoryStore
@@ -29,6 +30,7 @@ from fp8watch.records import (
     Finding,
     Hello,
     Layout,
+    NodeFrame,
     RunRecord,
     StepFrame,
     Stored,
@@ -60,8 +62,8 @@ class _Tapped(Pipeline):
         return findings
 
 
-class _Controller(RunController):
-    """The live controller, and what reaches it otherwise than by a message."""
+class _Late(RunController):
+    """What reaches a live controller otherwise than by a message."""
 
     def late(self, name: str, rank: int) -> None:
         """A rank's frames are waited for no longer."""
@@ -69,6 +71,27 @@ class _Controller(RunController):
         if run is not None:
             run.pilot.late(rank)
             self._flush(run)
+
+
+class _Embedded(_Late):
+    """The controller beside the training process."""
+
+
+class _OfCluster(_Late, ClusterController):
+    """The controller of a cluster, which gets the frames of nodes; a standby's, when it takes over."""
+
+    def taken_over(self, name: str, term: int) -> None:
+        """All that was known is known: only the commands are numbered anew."""
+        self.least_term = term
+        pilot = self.pilot(name)
+        if pilot is not None:
+            pilot.begin_term(term)
+
+
+class _NodeFrames(Protocol):
+    """A store that has nodes' frames."""
+
+    def node_frames(self, run: str) -> Iterator[tuple[str, NodeFrame]]: ...
 
 
 class Reenactment:
@@ -87,7 +110,11 @@ class Reenactment:
         self._layouts: dict[str, Layout] = {}
         self._disarmed = ""
         self._process = 0
-        self._controller: _Controller | None = None
+        self._nodes: Iterator[tuple[str, NodeFrame]] | None = None
+        """(entry, frame) of a cluster's run."""
+        if hasattr(store, "node_frames"):
+            self._nodes = cast(_NodeFrames, store).node_frames(run)
+        self._controller: _Embedded | _OfCluster | None = None
         self.pipeline: Pipeline | None = None
         """The detectors after the newest step."""
 
@@ -96,15 +123,9 @@ class Reenactment:
         next one, and those after the last step with a last entry that repeats its sample."""
         for layout in self._store.read(self._run, Layout):
             self._layouts[f"{layout.attempt}/{layout.rank}/{layout.layout_id}"] = layout
-        frames: Iterator[tuple[int, StepFrame | Arrival]] = (
-            (frame.arrival, frame) for frame in self._store.read(self._run, StepFrame)
-        )
-        arrivals: Iterator[tuple[int, StepFrame | Arrival]] = (
-            (item.sequence, item) for item in self._store.read(self._run, Arrival)
-        )
         trace: list[TraceEntry] = []
         last: Seen | None = None
-        for _, told in heapq.merge(frames, arrivals, key=lambda item: item[0]):
+        for told in self._told():
             self._tell(told)
             findings = [item for item in self._heard if isinstance(item, Finding)]
             trace += [item for item in self._heard if isinstance(item, TraceEntry)]
@@ -124,6 +145,26 @@ class Reenactment:
         if trace and last is not None:
             yield Seen(sample=last.sample, findings=[], troubles=lambda: (), trace=trace)
 
+    def _told(self) -> Iterator[StepFrame | NodeFrame | Arrival]:
+        """Everything in the order in which it came."""
+        arrivals = self._store.read(self._run, Arrival)
+        if self._nodes is None:
+            frames: Iterator[tuple[int, StepFrame | Arrival]] = (
+                (frame.arrival, frame) for frame in self._store.read(self._run, StepFrame)
+            )
+            numbered: Iterator[tuple[int, StepFrame | Arrival]] = ((item.sequence, item) for item in arrivals)
+            yield from (told for _, told in heapq.merge(frames, numbered, key=lambda item: item[0]))
+            return
+        waiting = next(self._nodes, None)
+        for arrival in arrivals:
+            while waiting is not None and entry_number(waiting[0]) <= entry_number(arrival.after):
+                yield waiting[1]
+                waiting = next(self._nodes, None)
+            yield arrival
+        if waiting is not None:
+            yield waiting[1]
+            yield from (frame for _, frame in self._nodes)
+
     def _troubles(self, pipeline: Pipeline) -> tuple[Trouble, ...]:
         return tuple(
             trouble_of(
@@ -133,13 +174,15 @@ class Reenactment:
             for incident in pipeline.open_incidents()
         )  # fmt: skip
 
-    def _tell(self, told: StepFrame | Arrival) -> None:
+    def _tell(self, told: StepFrame | NodeFrame | Arrival) -> None:
+        controller = self._controller
         try:
-            if isinstance(told, StepFrame):
-                if self._controller is not None:
-                    self._controller.receive(told)
-                return
-            self._arrived(told)
+            if isinstance(told, Arrival):
+                self._arrived(told)
+            elif isinstance(controller, _OfCluster):
+                controller.take(told)
+            elif controller is not None and isinstance(told, StepFrame):
+                controller.receive(told)
         except WireError as error:
             logger.warning("an entry of run %s cannot be read: %s", self._run, error)
         except Exception:
@@ -160,6 +203,10 @@ class Reenactment:
             controller.lost(self._run, int(told.key))
         elif told.kind == "late":
             controller.late(self._run, int(told.key))
+        elif isinstance(controller, _OfCluster) and told.kind == "taken_over":
+            controller.taken_over(self._run, told.term)
+        elif isinstance(controller, _OfCluster) and told.kind == "layouts":
+            controller.know_layouts(self._run, list(self._layouts.values()))
         elif told.kind == "disarmed":
             self._disarmed = told.key
             controller.look()
@@ -185,10 +232,13 @@ class Reenactment:
             self._process = process
             self._disarmed = ""
             options: dict[str, Any] = {"max_mode": told.key} if told.key else {}
-            self._controller = _Controller(
+            kind = _Embedded if self._nodes is None else _OfCluster
+            self._controller = kind(
                 self._memory, clock=lambda: 0.0, listener=self._heard.append, disarmed_by=lambda _: self._disarmed,
                 make_pipeline=lambda run: _Tapped(run, self._taps, self._before), **options,
             )  # fmt: skip
+        if isinstance(self._controller, _OfCluster) and told.term:
+            self._controller.least_term = told.term
 
     def _greeted(self, hello: Hello) -> None:
         self.facts.unavailable = {name: why for name, why in hello.capabilities.items() if why}
@@ -197,8 +247,12 @@ class Reenactment:
 
 
 def has_journal(store: Store, run: str) -> bool:
-    """Whether the store has what a re-enactment needs (stores of before 0.2 have the frames only)."""
-    return next(iter(store.read(run, Arrival)), None) is not None
+    """Whether the store has what a re-enactment needs: earlier versions kept frames only, and of a cluster what else
+    was told without its place among them."""
+    arrivals = store.read(run, Arrival)
+    if hasattr(store, "node_frames"):
+        return any(item.after for item in arrivals)
+    return next(iter(arrivals), None) is not None
 
 
 def stored_trace(store: Store, run: str) -> Iterator[TraceEntry]:

@@ -15,11 +15,16 @@ from typing import TextIO
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput, MissingDependency
 from fp8watch.policy.schema import Policy
 from fp8watch.replay.detected import detected
-from fp8watch.replay.printing import Format, Printer, as_json, printer
+from fp8watch.replay.lines import shown
+from fp8watch.replay.printing import Format, Printer, Tally, as_json, printer
 from fp8watch.replay.readers import open_path
+from fp8watch.replay.readers.cluster import is_url, without_secrets
 from fp8watch.replay.recorded import Recorded, is_under
-from fp8watch.replay.recording import FILTERED_NOTE, Recording
+from fp8watch.replay.recording import FILTERED_NOTE, NOTE, Recording
 from fp8watch.replay.rehearsal import Assume, Rehearsal
+
+MAX_NAMES = 16
+"""Runs that are named when the one that is asked for is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class Assumptions:
 
 
 def replay(
-    paths: Sequence[Path],
+    paths: Sequence[Path | str],
     policy: Policy | None = None,
     out_format: Format = "jsonl",
     *,
@@ -49,61 +54,79 @@ def replay(
     err: TextIO | None = None,
     assumptions: Assumptions | None = None,
     decisions: bool = False,
+    run: str | None = None,
 ) -> int:
     """Replay every run at these paths; the exit code: 0, or 2 when some input was bad (all of it is named on `err`).
 
     What was found before a bad row is printed, and the other paths are still read. With `decisions` the decision log
-    is printed instead, of runs that fp8watch recorded.
+    is printed instead, of runs that fp8watch recorded. `run`: of what holds several, this one only.
     """
     out, err = out or sys.stdout, err or sys.stderr
-    lines = printer(out_format, out)
+    lines, tally = printer(out_format, out), Tally()
 
     def one(recording: Recording) -> None:
-        if decisions:
-            _decisions_of(recording, lines)
-        else:
-            _replay_one(recording, policy, lines, err, assumptions or Assumptions())
+        tally.runs += 1
+        before = tally.steps
+        try:
+            if decisions:
+                _decisions_of(recording, lines, tally)
+            else:
+                _replay_one(recording, policy, lines, err, assumptions or Assumptions(), tally)
+            if tally.steps == before:
+                err.write(f"{NOTE}{shown(recording.run)}: there are no steps in it\n")
+        finally:
+            for note in recording.notes:
+                err.write(f"{NOTE}{note}\n")
 
-    problems = each(paths, one)
-    lines.close()
+    problems = each(paths, one, run)
+    tally.is_whole = not problems
+    lines.close(tally)
     for problem in problems:
         err.write(problem + "\n")
     return EXIT_BAD_INPUT if problems else 0
 
 
-def each(paths: Sequence[Path], one: Callable[[Recording], None]) -> list[str]:
-    """Do something with every run at these paths; what was wrong with the input."""
+def each(paths: Sequence[Path | str], one: Callable[[Recording], None], run: str | None = None) -> list[str]:
+    """Do something with every run at these paths, or with those of one name; what was wrong with the input."""
     problems: list[str] = []
     for path in paths:
+        name = without_secrets(str(path)) if isinstance(path, str) and is_url(path) else str(path)
         try:
             recordings = open_path(path)
         except BadInput as error:
             problems += error.problems
             continue
         except (MissingDependency, OSError) as error:
-            problems.append(f"{path}:1: path: {error}")
+            problems.append(f"{name}:1: path: {error}")
             continue
+        names = list(dict.fromkeys(recording.run for recording in recordings))
+        if run is not None and run not in names:
+            problems.append(f"{name}:1: run: no run {run!r}; there are: {', '.join(map(shown, names[:MAX_NAMES]))}")
         for recording in recordings:
+            if run is not None and recording.run != run:
+                continue
             try:
                 one(recording)
             except BadInput as error:
                 problems += error.problems
             except OSError as error:
-                problems.append(f"{path}:1: path: {error}")
+                problems.append(f"{name}:1: path: {error}")
     return problems
 
 
 def _replay_one(
-    recording: Recording, policy: Policy | None, lines: Printer, err: TextIO, assumptions: Assumptions
+    recording: Recording, policy: Policy | None, lines: Printer, err: TextIO, assumptions: Assumptions, tally: Tally
 ) -> None:
     if recording.may_be_filtered:
-        err.write(f"{recording.run}: {FILTERED_NOTE}\n")
+        err.write(f"{NOTE}{shown(recording.run)}: {FILTERED_NOTE}\n")
     follower: Rehearsal | Recorded | None = None
     if policy is not None:
         # Under its own policy nothing needs to be assumed: what it did is known.
         follower = Recorded(recording.run) if is_under(recording, policy) else assumptions.rehearsal(recording, policy)
     for seen in detected(recording):
+        tally.steps += 1
         for finding in seen.findings:
+            tally.findings[finding.severity] += 1
             lines.finding(as_json(finding, recording))
         if follower is not None:
             for row in follower.observe(seen):
@@ -112,10 +135,12 @@ def _replay_one(
         lines.summary({"run": recording.run, "summary": follower.cost()})
 
 
-def _decisions_of(recording: Recording, lines: Printer) -> None:
+def _decisions_of(recording: Recording, lines: Printer, tally: Tally) -> None:
     if recording.steps is None:
         reason = "no run of fp8watch's own, or one recorded without a journal: there is no decision log to replay"
         raise BadInput([f"{recording.run}:1: decisions: {reason}"])
     for seen in recording.steps():
+        tally.steps += 1
+        tally.findings.update(finding.severity for finding in seen.findings)
         for entry in seen.trace:
             lines.decision(entry)

@@ -131,7 +131,7 @@ def test_such_a_policy_still_loads_for_a_run() -> None:
         ("approval: {timeout_steps: 50}\n", "approval.default: wanted beside the other"),
         ("rules:\n" + rule("detector: stuck", "action: halt", more="    approval: {default: apply}\n"),
          "timeout_steps: wanted beside the other"),
-        ("approval: {timeout_steps: 0, default: apply}\n", "greater than or equal to 1"),
+        ("approval: {timeout_steps: 0, default: apply}\n", "at least 1 is wanted, found 0"),
         ("budgets: {when_spent: panic}\n", "when_spent"),
     ],
 )  # fmt: skip

@@ -76,7 +76,7 @@ def test_an_approval_is_carried_out_and_has_a_name(desk: Desk) -> None:
     assert not desk.listed("--waiting")
     again = desk.call("approve", waiting["id"])
     assert again.exit_code == 3
-    assert f"it is applied (answered by {getpass.getuser()})" in again.stderr
+    assert f"does not wait for anybody: done, approved by {getpass.getuser()}" in again.stderr
     person = [entry for entry in desk.store.read("r", TraceEntry) if entry.event == "person"]
     assert [entry.details["by"] for entry in person] == [getpass.getuser()]
 
@@ -97,7 +97,7 @@ def test_it_cannot_be_approved_after_its_moment(desk: Desk) -> None:
     assert desk.action(waiting["id"]).status == "expired"
     late = desk.call("approve", waiting["id"])
     assert late.exit_code == 3
-    assert "does not wait: it is expired" in late.stderr
+    assert "does not wait for anybody: too late" in late.stderr
     assert not desk.run.in_force
 
 

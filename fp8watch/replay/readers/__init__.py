@@ -2,7 +2,8 @@
 
 Read today: CSV (plain, Lightning's metrics.csv, W&B's exports), JSON rows (W&B's history as lines or a list),
 Transformers' trainer_state.json, text logs of Megatron, torchtitan and NeMo, TensorBoard events (with the `tensorboard`
-package), fp8watch's own stores, frame files (`.fp8rec`) and incident bundles. Not read: W&B's binary run files.
+package), fp8watch's own stores, frame files (`.fp8rec`) and incident bundles, a cluster's Redis. Not read: W&B's binary
+run files.
 """
 
 from __future__ import annotations
@@ -11,19 +12,38 @@ from pathlib import Path
 
 from fp8watch.errors import BadInput
 from fp8watch.replay import bundle, frames_file
-from fp8watch.replay.readers import csv_log, json_rows, store, tensorboard, text_log, trainer_state
+from fp8watch.replay.lines import beginning
+from fp8watch.replay.readers import cluster, csv_log, folder, json_rows, store, tensorboard, text_log, trainer_state
 from fp8watch.replay.recording import Recording
 
 SNIFF_BYTES = 4 * 1024 * 1024
 """How far into a text log a step line is looked for (start-up chatter comes first)."""
 
+PACKED = {
+    b"\x1f\x8b": "packed with gzip: unpack it first (gunzip)", b"BZh": "packed with bzip2: unpack it first (bunzip2)",
+    b"\xfd7zXZ\x00": "packed with xz: unpack it first (unxz)", b"\x28\xb5\x2f\xfd": "packed with zstd: unpack it first",
+    b"PK\x03\x04": "a ZIP archive (a spreadsheet?): unpack it, or export it as CSV first",
+    b"PAR1": "a Parquet file: write it as CSV first", b"\x89HDF": "an HDF5 file: write it as CSV first",
+}  # fmt: skip
+"""First bytes of files that are no text -> what is said of them."""
 
-def open_path(path: Path) -> list[Recording]:
-    """The runs at a path. Raises `BadInput` for what no reader knows, `MissingDependency` for what needs a package."""
+
+def open_path(source: Path | str) -> list[Recording]:
+    """The runs at a path, or in a Redis by its URL.
+
+    Raises `BadInput` for what no reader knows, `MissingDependency` for what needs a package.
+    """
+    if isinstance(source, str) and cluster.is_url(source):
+        return cluster.read(source)
+    path = Path(source)
     if not path.exists():
         raise BadInput([f"{path}:1: path: no such file or folder"])
     if path.is_dir():
-        return _open_folder(path)
+        if any("tfevents" in item.name for item in path.iterdir()) and not (path / "trainer_state.json").is_file():
+            return [tensorboard.read(path)]
+        return [recording for item in folder.logs(path) for recording in open_path(item)]
+    if not path.is_file():
+        raise BadInput([f"{path}:1: path: neither a file nor a folder"])
     if "tfevents" in path.name:
         return [tensorboard.read(path)]
     if frames_file.is_recording(path):
@@ -32,36 +52,25 @@ def open_path(path: Path) -> list[Recording]:
         return bundle.read(path)
     if store.is_store(path):
         return store.read(path)
-    if path.suffix == ".csv":
+    return _open_log(path)
+
+
+def _open_log(path: Path) -> list[Recording]:
+    head = beginning(path, SNIFF_BYTES)
+    packed = next((name for magic, name in PACKED.items() if head.raw.startswith(magic)), None)
+    if packed is not None:
+        raise BadInput([f"{path}:1: format: {packed}"])
+    if path.suffix in {".csv", ".tsv"}:
         return csv_log.read_all(path)
     if path.suffix == ".json":
-        is_rows = path.name != "trainer_state.json" and json_rows.is_list(path)
+        is_rows = path.name != "trainer_state.json" and head.text.lstrip(" \t\r\n").startswith("[")
         return [json_rows.read_list(path) if is_rows else trainer_state.read(path)]
-    if path.suffix in {".jsonl", ".ndjson"}:
+    if path.suffix in {".jsonl", ".ndjson"} or json_rows.looks_like_rows(head.text):
         return [json_rows.read_lines(path)]
-    with path.open("rb") as handle:
-        head = handle.read(SNIFF_BYTES).decode("utf-8", errors="replace")
-    if json_rows.looks_like_rows(head):
-        return [json_rows.read_lines(path)]
-    kind = text_log.recognise(head)
-    if kind is None:
-        known = "CSV, JSON rows, trainer_state.json, Megatron, torchtitan or NeMo log, event file, store or bundle"
-        raise BadInput([f"{path}:1: format: no {known}"])
-    return [text_log.read(path, kind)]
-
-
-def _open_folder(path: Path) -> list[Recording]:
-    if (path / "trainer_state.json").is_file():
-        return [trainer_state.read(path / "trainer_state.json")]
-    if any(path.glob("*tfevents*")):
-        return [tensorboard.read(path)]
-    for name in ("metrics.csv", "wandb-history.jsonl", "files/wandb-history.jsonl"):
-        if (path / name).is_file():
-            return open_path(path / name)
-    stores = sorted(
-        item for item in path.rglob("*") if item.is_file() and item.suffix in {".db", ".sqlite", ".sqlite3"}
-    )
-    if not stores:
-        known = "trainer_state.json, metrics.csv, W&B history, event file or store"
-        raise BadInput([f"{path}:1: folder: no {known} in it"])
-    return [recording for item in stores for recording in store.read(item)]
+    kind = text_log.recognise(head.text)
+    if kind is not None:
+        return [text_log.read(path, kind)]
+    if csv_log.looks_like_rows(head.text):
+        return csv_log.read_all(path)
+    known = "CSV, JSON rows, trainer_state.json, Megatron, torchtitan or NeMo log, event file, store or bundle"
+    raise BadInput([f"{path}:1: format: no {known}"])

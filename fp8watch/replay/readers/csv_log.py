@@ -1,4 +1,5 @@
 """CSV with a header: `step,loss[,grad_norm][,lr]`, `nan` and `inf` as text, an empty cell for not logged.
+Semicolons or tabs where the header has no comma.
 
 Other columns are passed over. Usual other names are understood (`fp8watch.replay.readers.names`), so an export of
 Weights & Biases, Lightning's `metrics.csv` and the like read as they are. A table that W&B draws for several runs
@@ -12,13 +13,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
-from fp8watch.replay.lines import lines
-from fp8watch.replay.readers.names import NAMES, Rows, columns_of
+from fp8watch.replay.lines import lines, shown
+from fp8watch.replay.readers.names import Rows, columns_of, doubled, meaning, several
 from fp8watch.replay.recording import Recording
 
+MAX_NAMES = 32
+"""Columns that are named when none of them is a step or loss."""
 _SEPARATOR = " - "
 """Between run and metric in the header of a chart's export."""
 
@@ -31,13 +35,35 @@ def read(path: Path) -> Recording:
 def read_all(path: Path) -> list[Recording]:
     """The run in a CSV file, or the runs. Raises `BadInput` when the header cannot be read."""
     try:
-        header = next(csv.reader(itertools.islice(lines(path), 1)), [])
+        header: list[str] = next(_cells(itertools.islice(lines(path), 1)), [])
     except csv.Error as error:
         raise BadInput([f"{path}:1: row: {error}"]) from error
     found = columns_of(header)
     if "step" in found and "loss" not in found and (runs := _runs(header, found["step"])):
-        return [Recording(run=run, source="wandb", samples=_samples(path, where)) for run, where in runs.items()]
-    return [Recording(run=path.stem, source="csv", samples=_samples(path, found))]
+        return [
+            Recording(run=run, source="wandb", samples=_samples(path, where), notes=_notes(path, header, where, run))
+            for run, where in runs.items()
+        ]
+    notes = [several(f"{path}:1", *item) for item in doubled(header, found)]
+    # Lightning calls every log the same; its folder (version_3) tells them apart.
+    run = path.resolve().parent.name if path.name == "metrics.csv" else path.stem
+    return [Recording(run=run or path.stem, source="csv", samples=_samples(path, found), notes=notes)]
+
+
+def looks_like_rows(head: str) -> bool:
+    """Whether a text begins with a header that has a step and a loss."""
+    try:
+        found = columns_of(next(_cells(iter(head.splitlines()[:1])), []))
+    except csv.Error:
+        return False
+    return {"step", "loss"} <= found.keys()
+
+
+def _cells(rows: Iterator[str]) -> Any:
+    """The rows' cells. The first line says what stands between them."""
+    head = next(rows, "")
+    delimiter = next((mark for mark in "\t;" if mark in head and "," not in head), ",")
+    return csv.reader(itertools.chain([head] if head else [], rows), delimiter=delimiter)
 
 
 def _runs(header: list[str], step: int) -> dict[str, dict[str, int]]:
@@ -45,20 +71,33 @@ def _runs(header: list[str], step: int) -> dict[str, dict[str, int]]:
     runs: dict[str, dict[str, int]] = {}
     for position, cell in enumerate(header):
         run, separator, metric = cell.strip().rpartition(_SEPARATOR)
-        key = NAMES.get(metric.lower())
+        key = meaning(metric)
         if separator and key is not None and key != "step":
             runs.setdefault(run, {"step": step}).setdefault(key, position)
     return {run: where for run, where in runs.items() if "loss" in where}
 
 
+def _notes(path: Path, header: list[str], where: dict[str, int], run: str) -> list[str]:
+    """What is said of a run whose chart has several metrics that are one scalar."""
+    own = [cell.strip().rpartition(_SEPARATOR) for cell in header]
+    metrics = [metric if name == run else "" for name, _, metric in own]
+    return [several(f"{path}:1", *item) for item in doubled(metrics, where)]
+
+
 def _samples(path: Path, where: dict[str, int]) -> Iterator[Sample]:
-    rows = csv.reader(lines(path))
-    joined = Rows()
+    rows = _cells(lines(path))  # csv.reader, whose type has no name
+    joined = Rows(path)
     try:
-        width = len(next(rows, []))
+        header: list[str] = next(rows, [])
+        width = len(header)
         missing = [key for key in ("step", "loss") if key not in where]
         if missing:
-            raise BadInput([f"{path}:1: {key}: no such column in the header" for key in missing])
+            if any("\0" in cell for cell in header):
+                raise BadInput([f"{path}:1: header: no text, or UTF-16 without its byte-order mark"])
+            if not any(cell.strip() for cell in header):
+                raise BadInput([f"{path}:1: header: there is none, the first line is empty"])
+            there = ", ".join(shown(cell.strip()) for cell in header[:MAX_NAMES])
+            raise BadInput([f"{path}:1: {key}: no such column in the header; there are: {there}" for key in missing])
         for cells in rows:
             if any(cell.strip() for cell in cells):
                 row = _row(path, rows.line_num, cells, where, width)
@@ -85,12 +124,12 @@ def _row(path: Path, line: int, cells: list[str], where: dict[str, int], width: 
         try:
             value = float(text)
         except ValueError:
-            problems.append(f"{path}:{line}: {key}: {text!r} is not a number")
+            problems.append(f"{path}:{line}: {key}: '{shown(text)}' is not a number")
             continue
         if key != "step":
             scalars[key] = value
         elif not math.isfinite(value) or value != int(value) or value < 0:
-            problems.append(f"{path}:{line}: step: {text!r} is no whole number from 0")
+            problems.append(f"{path}:{line}: step: '{shown(text)}' is no whole number from 0")
         else:
             step = int(value)
     if step is None and not problems and scalars:

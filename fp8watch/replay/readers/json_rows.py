@@ -16,8 +16,8 @@ import msgspec
 
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
-from fp8watch.replay.lines import lines
-from fp8watch.replay.readers.names import NAMES, Rows, number, whole
+from fp8watch.replay.lines import beginning, lines, shown
+from fp8watch.replay.readers.names import OneName, Rows, meaning, number, whole
 from fp8watch.replay.recording import Recording
 
 LIMIT_BYTES = 1 << 29
@@ -29,18 +29,17 @@ MAX_NAMES = 32
 
 def read_lines(path: Path) -> Recording:
     """The run in a file of one object a line."""
-    return Recording(run=_name(path), source="wandb", samples=_joined(path, _objects(path)))
+    return _recording(path, _objects(path))
 
 
 def read_list(path: Path) -> Recording:
     """The run in a file that is one list of objects."""
-    return Recording(run=_name(path), source="wandb", samples=_joined(path, _items(path)))
+    return _recording(path, _items(path))
 
 
-def is_list(path: Path) -> bool:
-    """Whether a JSON file begins with a list."""
-    with path.open("rb") as handle:
-        return handle.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+def _recording(path: Path, rows: Iterator[tuple[str, Any]]) -> Recording:
+    notes: list[str] = []
+    return Recording(run=_name(path), source="wandb", samples=_joined(path, rows, OneName(notes)), notes=notes)
 
 
 def looks_like_rows(head: str) -> bool:
@@ -50,7 +49,7 @@ def looks_like_rows(head: str) -> bool:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(row, dict) and any(NAMES.get(str(key).lower()) == "step" for key in row)
+    return isinstance(row, dict) and any(meaning(str(key)) == "step" for key in row)
 
 
 def _name(path: Path) -> str:
@@ -69,50 +68,48 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield where, _loads(line)
         except (ValueError, RecursionError) as error:
-            raise BadInput([f"{where}: json: {error}"]) from error
+            raise BadInput([f"{where}: json: {reason(error)}"]) from error
 
 
 def _items(path: Path) -> Iterator[tuple[str, Any]]:
     if (size := path.stat().st_size) > LIMIT_BYTES:
         raise BadInput([f"{path}:1: json: {size} bytes, more than the {LIMIT_BYTES} that are read at once; use lines"])
     try:
-        rows = _loads(path.read_text(encoding="utf-8-sig", errors="replace"))
+        rows = _loads(path.read_text(encoding=beginning(path, 4).encoding, errors="replace"))
     except (ValueError, RecursionError) as error:
-        raise BadInput([f"{path}:{getattr(error, 'lineno', 1)}: json: {error}"]) from error
+        raise BadInput([f"{path}:{getattr(error, 'lineno', 1)}: json: {reason(error)}"]) from error
     if not isinstance(rows, list):
         raise BadInput([f"{path}:1: json: a list of rows is wanted"])
     for count, row in enumerate(rows):
         yield f"{path}:1: [{count}]", row
 
 
-def _joined(path: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Sample]:
-    joined = Rows()
-    has_loss, names = False, dict[str, None]()
+def _joined(path: Path, rows: Iterator[tuple[str, Any]], one_name: OneName) -> Iterator[Sample]:
+    joined = Rows(path)
+    names = dict[str, None]()
     try:
         for where, row in rows:
-            step, scalars = _row(where, row)
-            has_loss = has_loss or "loss" in scalars
-            if not has_loss and len(names) < MAX_NAMES:
+            step, scalars = _row(where, row, one_name)
+            if len(names) < MAX_NAMES:
                 names |= dict.fromkeys(map(str, row))
             yield from joined.row(step, scalars, where)
-        if not has_loss:
-            known = ", ".join(list(names)[:MAX_NAMES]) or "nothing"
-            raise BadInput([f"{path}:1: loss: no row has one; there are: {known}"])
+        if not names:
+            raise BadInput([f"{path}:1: rows: there are none"])
     except BadInput:
         yield from joined.flush()
         raise
-    yield from joined.finish()
+    yield from joined.finish(list(names)[:MAX_NAMES])
 
 
-def _row(where: str, row: Any) -> tuple[int, dict[str, float]]:
+def _row(where: str, row: Any, one_name: OneName) -> tuple[int, dict[str, float]]:
     if not isinstance(row, dict):
         raise BadInput([f"{where}: row: an object is wanted, found {type(row).__name__}"])
     scalars: dict[str, float] = {}
     step: int | None = None
     problems = []
     for name, value in row.items():
-        key = NAMES.get(str(name).lower())
-        if key is None or value is None or key in scalars:
+        key = meaning(str(name))
+        if key is None or value is None or not (key == "step" or one_name.takes(key, str(name), where)):
             continue
         try:
             if key != "step":
@@ -120,7 +117,7 @@ def _row(where: str, row: Any) -> tuple[int, dict[str, float]]:
             elif step is None or name == "_step":
                 step = whole(value)
         except ValueError as error:
-            problems.append(f"{where}: {name}: {error}")
+            problems.append(f"{where}: {shown(str(name))}: {error}")
     if step is None and scalars and not problems:
         problems.append(f"{where}: step: missing")
     if problems:
@@ -133,3 +130,10 @@ def _loads(text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return json.loads(text)  # bare NaN and Infinity, as Python writes them
+
+
+def reason(error: Exception) -> str:
+    """Why a text is no JSON, without what a programmer might do about it."""
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    return str(error).partition(";")[0]

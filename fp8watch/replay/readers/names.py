@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from fp8watch.detect.base import Sample
+from fp8watch.errors import BadInput
+from fp8watch.replay.lines import shown
 from fp8watch.replay.recording import Attempts
 
 ALIASES = {
@@ -15,18 +19,22 @@ ALIASES = {
     "loss": (
         "loss", "train/loss", "train_loss", "lm loss", "training_loss", "train_loss_step", "reduced_train_loss",
         "lm-loss-training/lm loss", "loss_metrics/global_avg_loss", "train/ce loss", "train/crossentropyloss",
+        "loss_step", "train/loss_step", "training/loss", "loss/train",
     ),
     "grad_norm": (
         "grad_norm", "train/grad_norm", "grad norm", "gradient_norm", "grad-norm", "optim/total_grad_norm",
-        "grad-norm/grad-norm", "grad_2.0_norm_total", "train/gradient_norm",
+        "grad-norm/grad-norm", "grad_2.0_norm_total", "train/gradient_norm", "grad_norm_step", "training/grad_norm",
     ),
     "learning_rate": (
         "lr", "learning_rate", "train/learning_rate", "learning rate", "train/lr", "learning-rate",
-        "learning-rate/learning-rate", "lr-adamw", "lr-adam", "optim/lr", "optim/learning_rate_group0",
+        "learning-rate/learning-rate", "optim/lr", "optim/learning_rate_group0",
     ),
+    "reference_loss": ("reference_loss",),
     "loss_scale": ("loss_scale", "loss-scale", "loss scale", "loss-scale/loss-scale"),
 }  # fmt: skip
 """Our scalar -> names in lower case, the more usual ones first."""
+TOLD = frozenset({"loss", "grad_norm"})
+"""Scalars of which it is said when a log has them more than once: what is found depends on which one is read."""
 NAMES = {name: key for key, names in ALIASES.items() for name in names}
 
 
@@ -34,25 +42,76 @@ def columns_of(header: Iterable[str]) -> dict[str, int]:
     """Our scalar -> position in a header; the first of its usual names that is there."""
     lower = [cell.strip().lower() for cell in header]
     found = {key: next((lower.index(name) for name in names if name in lower), -1) for key, names in ALIASES.items()}
+    if found["learning_rate"] < 0:
+        found["learning_rate"] = next((at for at, cell in enumerate(lower) if meaning(cell) == "learning_rate"), -1)
     return {key: position for key, position in found.items() if position >= 0}
+
+
+@functools.lru_cache(maxsize=4096)
+def meaning(name: str) -> str | None:
+    """Our scalar for another tool's name; None: it is none that detectors read."""
+    lower = name.lower()
+    # Lightning calls a rate after its optimizer (`lr-AdamW`, `lr-AdamW/pg1`).
+    return NAMES.get(lower) or ("learning_rate" if lower.startswith("lr-") else None)
+
+
+def doubled(header: Iterable[str], found: Mapping[str, int]) -> Iterator[tuple[str, str, list[str]]]:
+    """(our scalar, the column that is read, the others that hold it too) of a header, for those that have several."""
+    cells = [cell.strip() for cell in header]
+    for key, position in found.items():
+        others = [at for at, cell in enumerate(cells) if at != position and meaning(cell) == key]
+        if others and key in TOLD:
+            taken, *passed = (f"{cells[at]} (column {at + 1})" for at in [position, *others])
+            yield key, taken, passed
+
+
+class OneName:
+    """Of several names for one scalar in a stream of named values: the first that comes is taken, the others are
+    passed over, and that is said once."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+        self._taken: dict[str, str] = {}
+        self._passed: set[str] = set()
+
+    def takes(self, key: str, name: str, where: str) -> bool:
+        """Whether this is the name under which the scalar is read; `where`: `file:line` of the value."""
+        taken = self._taken.setdefault(key, name)
+        if taken != name and name not in self._passed:
+            self._passed.add(name)
+            if key in TOLD:
+                self._notes.append(several(where, key, taken, [name]))
+        return taken == name
+
+
+def several(where: str, key: str, taken: str, others: Iterable[str]) -> str:
+    """The remark on a scalar that a log has under several names."""
+    return f"{where}: {key}: {shown(taken)} is read; passed over: {', '.join(map(shown, others))}"
 
 
 def number(value: object) -> float:
     """A number, also as text (`NaN`, `Infinity`). Raises `ValueError` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} is not a number")
+        raise ValueError(f"{_shown(value)} is not a number")
     try:
         return float(value)
     except (ValueError, OverflowError):
-        raise ValueError(f"{value!r} is not a number") from None
+        raise ValueError(f"{_shown(value)} is not a number") from None
 
 
 def whole(value: object) -> int:
     """A step. Raises `ValueError` for what is no whole number from 0."""
     step = number(value)
     if not math.isfinite(step) or step != int(step) or step < 0:
-        raise ValueError(f"{value!r} is no whole number from 0")
+        raise ValueError(f"{_shown(value)} is no whole number from 0")
     return int(step)
+
+
+def _shown(value: object) -> str:
+    try:
+        return shown(repr(value))
+    except ValueError:  # an integer of more digits than Python writes
+        return "an integer of thousands of digits"
 
 
 class Rows:
@@ -63,16 +122,20 @@ class Rows:
     loggers write a row twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._attempts = Attempts()
+        self._has_loss = self._has_rows = False
         self._step = -1
         self._where = ""
         self._scalars: dict[str, float] = {}
 
     def row(self, step: int, scalars: dict[str, float], where: str) -> Iterator[Sample]:
         """The next row, at `file:line`; the sample of the step before, once this row belongs to another."""
+        self._has_rows = True
         if not scalars:
             return
+        self._has_loss = self._has_loss or "loss" in scalars
         if step == self._step and self._scalars:
             if self._scalars.keys() & scalars.keys():
                 self._attempts.repeat(step, where)
@@ -89,7 +152,14 @@ class Rows:
             scalars, self._scalars = self._scalars, {}
             yield self._attempts.sample(self._step, scalars, self._where)
 
-    def finish(self) -> Iterator[Sample]:
-        """The same at the end of the log. Raises `BadInput` when its steps mostly do not grow."""
+    def finish(self, names: Iterable[str] = ()) -> Iterator[Sample]:
+        """The same at the end of the log; `names`: what it has, where that is known.
+
+        Raises `BadInput` for a log whose rows have no loss, or whose steps mostly do not grow: it would pass for one in
+        which nothing was found.
+        """
         yield from self.flush()
+        if self._has_rows and not self._has_loss:
+            known = ", ".join(map(shown, names))
+            raise BadInput([f"{self._path}:1: loss: no row has one{known and '; there are: ' + known}"])
         self._attempts.check()

@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput, MissingDependency
-from fp8watch.replay.readers.names import NAMES
+from fp8watch.replay.readers.names import OneName, meaning
 from fp8watch.replay.recording import Attempts, Recording
 
 HELD_STEPS = 16
@@ -29,50 +29,57 @@ def read(path: Path) -> Recording:
         raise MissingDependency("tensorboard", "replay") from error
     folder = path if path.is_dir() else path.parent
     files = sorted(path.glob("*tfevents*")) if path.is_dir() else [path]
-    return Recording(run=folder.resolve().name, source="tensorboard", samples=_samples(path, files, loader))
+    notes: list[str] = []
+    samples = _samples(path, files, loader, OneName(notes))
+    return Recording(run=folder.resolve().name, source="tensorboard", samples=samples, notes=notes)
 
 
-def _samples(path: Path, files: list[Path], loader: Any) -> Iterator[Sample]:
+def _samples(path: Path, files: list[Path], loader: Any, one_name: OneName) -> Iterator[Sample]:
     attempts = Attempts()
     tags: set[str] = set()
     has_loss = False
     newest: dict[str, int] = {}
     held: dict[int, dict[str, float]] = {}
+    places: dict[int, str] = {}
     given = -1
-    for step, tag, value in _scalars(files, loader):
+    for where, step, tag, value in _scalars(files, loader):
         tags.add(tag)
-        key = NAMES.get(tag.lower())
-        if key is None or key == "step":
+        key = meaning(tag)
+        if key is None or key == "step" or not one_name.takes(key, tag, where):
             continue
         has_loss = has_loss or key == "loss"
         if step <= newest.get(key, -1):
             for earlier in sorted(held):
-                yield attempts.sample(earlier, held[earlier])
+                yield attempts.sample(earlier, held[earlier], places[earlier])
             held.clear()
+            places.clear()
             newest.clear()
             given = -1
         newest[key] = step
         if step <= given:
             continue  # came too late to be put to its step
         held.setdefault(step, {})[key] = value
+        places.setdefault(step, where)
         if len(held) > HELD_STEPS:
             given = min(held)
-            yield attempts.sample(given, held.pop(given))
+            yield attempts.sample(given, held.pop(given), places.pop(given))
     if not has_loss:
         raise BadInput([f"{path}:1: loss: no such scalar; there are: {', '.join(sorted(tags)) or 'none'}"])
     for earlier in sorted(held):
-        yield attempts.sample(earlier, held[earlier])
+        yield attempts.sample(earlier, held[earlier], places[earlier])
+    attempts.check()
 
 
-def _scalars(files: list[Path], loader: Any) -> Iterator[tuple[int, str, float]]:
+def _scalars(files: list[Path], loader: Any) -> Iterator[tuple[str, int, str, float]]:
+    """(`file:number of the event`, step, tag, value)."""
     for file in files:
         try:
             # The last record of a run that still writes may be cut off; the loader ends there without a word.
-            for event in loader.LegacyEventFileLoader(str(file)).Load():
+            for count, event in enumerate(loader.LegacyEventFileLoader(str(file)).Load(), start=1):
                 for value in event.summary.value:
                     number = _number(value)
                     if number is not None:
-                        yield int(event.step), str(value.tag), number
+                        yield f"{file}:{count}", int(event.step), str(value.tag), number
         except BadInput:
             raise
         except Exception as error:  # whatever the package raises over a damaged file, protobuf errors included

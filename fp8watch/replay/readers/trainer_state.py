@@ -15,54 +15,69 @@ import msgspec
 
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
-from fp8watch.replay.recording import Attempts, Recording
+from fp8watch.replay.lines import beginning
+from fp8watch.replay.readers.json_rows import reason
+from fp8watch.replay.readers.names import Rows, number, whole
+from fp8watch.replay.recording import Recording
 
 LIMIT_BYTES = 1 << 29
 """A history of some millions of entries; JSON cannot be read in parts."""
+MAX_NAMES = 32
+"""Keys of entries that are named when none has a loss."""
 KEYS = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}
 
 
 def read(path: Path) -> Recording:
-    """The run in a trainer_state.json; named after its folder."""
-    return Recording(run=path.resolve().parent.name or path.stem, source="trainer_state", samples=_samples(path))
+    """The run in a trainer_state.json; named after its folder, or the one that its checkpoints lie in."""
+    folder = path.resolve().parent
+    if folder.name.startswith("checkpoint-"):
+        folder = folder.parent
+    return Recording(run=folder.name or path.stem, source="trainer_state", samples=_samples(path))
 
 
 def _samples(path: Path) -> Iterator[Sample]:
     if (size := path.stat().st_size) > LIMIT_BYTES:
         raise BadInput([f"{path}:1: json: {size} bytes, more than the {LIMIT_BYTES} that are read at once"])
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding=beginning(path, 4).encoding, errors="replace")
     try:
         # Python's json writes NaN and Infinity bare, which the JSON standard (and msgspec) does not know.
         state = _loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadInput([f"{path}:{_line(error)}: json: {error}"]) from error
+        raise BadInput([f"{path}:{_line(error)}: json: {reason(error)}"]) from error
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise BadInput([f"{path}:1: log_history: missing, or not a list"])
-    attempts = Attempts()
-    for number, entry in enumerate(history):
-        if not isinstance(entry, dict) or "loss" not in entry:
-            continue  # evaluation and summary entries
-        yield _sample(path, number, entry, attempts)
+    joined = Rows(path)
+    try:
+        for number, entry in enumerate(history):
+            if not isinstance(entry, dict) or "loss" not in entry:
+                continue  # evaluation and summary entries
+            yield from joined.row(*_row(path, number, entry), f"{path}:1: log_history[{number}]")
+    except BadInput:
+        yield from joined.flush()
+        raise
+    names = dict.fromkeys(str(name) for entry in history[:MAX_NAMES] if isinstance(entry, dict) for name in entry)
+    yield from joined.finish(list(names)[:MAX_NAMES])
 
 
-def _sample(path: Path, number: int, entry: dict[str, Any], attempts: Attempts) -> Sample:
-    step = entry.get("step")
-    problems = []
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        problems.append(f"{path}:1: log_history[{number}].step: {step!r} is no whole number from 0")
+def _row(path: Path, count: int, entry: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    step, problems = 0, []
+    try:
+        step = whole(entry.get("step"))
+    except ValueError as error:
+        problems.append(f"{path}:1: log_history[{count}].step: {error}")
     scalars: dict[str, float] = {}
     for key, name in KEYS.items():
         value = entry.get(key)
         if value is None:
             continue
         try:
-            scalars[name] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            problems.append(f"{path}:1: log_history[{number}].{key}: {value!r} is not a number")
+            scalars[name] = number(value)
+        except ValueError as error:
+            problems.append(f"{path}:1: log_history[{count}].{key}: {error}")
     if problems:
         raise BadInput(problems)
-    return attempts.sample(int(step or 0), scalars)
+    return step, scalars
 
 
 def _loads(text: str) -> Any:

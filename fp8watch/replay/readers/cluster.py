@@ -1,0 +1,75 @@
+"""Runs of a cluster where they lie: a Redis, named by its URL. Re-enacted as far back as its stream of frames goes
+(`Settings.redis_keep_seconds`)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from fp8watch.errors import BadInput
+from fp8watch.records import RunRecord
+from fp8watch.replay.recording import Facts, Recording, Seen
+
+if TYPE_CHECKING:
+    from fp8watch.controller.store_redis import RedisStore
+
+_URL = re.compile(r"(?:redis|rediss|unix|redis\+\w+)://")
+
+
+def is_url(path: str) -> bool:
+    """Whether this names a Redis and no file."""
+    return _URL.match(path) is not None
+
+
+def without_secrets(url: str) -> str:
+    """The address as it may be printed."""
+    from fp8watch.controller.redis_link import shown
+
+    try:
+        return shown(url)
+    except ValueError:  # no URL at all, with a password in it perhaps
+        return f"{url.partition(':')[0]}://..."
+
+
+def read(url: str) -> list[Recording]:
+    """Every run in a Redis. Raises `BadInput` when it cannot be read, `MissingDependency` without its client."""
+    with _opened(url) as store:
+        runs = store.runs()
+    if not runs:
+        raise BadInput([f"{without_secrets(url)}:1: redis: no runs in it"])
+    return [_recording(url, run) for run in runs]
+
+
+def _recording(url: str, run: RunRecord) -> Recording:
+    facts = Facts(warmup_steps=run.hello.warmup_steps, policy=run.hello.policy)
+    return Recording(
+        run=run.run, source="fp8watch", samples=iter(()), may_be_filtered=False, facts=facts,
+        steps=_steps(url, run.run, facts),
+    )  # fmt: skip
+
+
+def _steps(url: str, run: str, facts: Facts) -> Callable[[], Iterator[Seen]]:
+    def steps() -> Iterator[Seen]:
+        from fp8watch.replay.reenact import Reenactment, has_journal
+
+        with _opened(url) as store:
+            if not has_journal(store, run):
+                reason = "the controller that wrote it kept no journal: there is nothing to re-enact"
+                raise BadInput([f"{without_secrets(url)}:1: {run}: {reason}"])
+            yield from Reenactment(store, run, facts).steps()
+
+    return steps
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[RedisStore]:
+    from fp8watch.controller.redis_link import RedisError
+    from fp8watch.controller.store_redis import RedisStore
+
+    try:
+        with contextlib.closing(RedisStore(url)) as store:
+            yield store
+    except (RedisError, OSError) as error:
+        raise BadInput([f"{without_secrets(url)}:1: redis: {' '.join(str(error).split())}"]) from error
