@@ -13,7 +13,7 @@ import msgspec
 
 from fp8watch.errors import CheckpointError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NAME = "manifest.json"
 
 

@@ -265,7 +265,7 @@ def test_a_rank_that_was_not_there_draws_numbers_of_its_own(tmp_path: Path) -> N
 def test_samples_are_dealt_out_anew_and_none_is_left_out(saved: int, here: int, index: int) -> None:
     state = {"data": {"index": index, "samples": 4 * index, "epoch_state": {"sampler_epoch": 3}}, "rng": {}}
     described = manifest.Manifest(
-        format_version=2, checkpoint="c", run="r", attempt=0, step=1, samples=0, data_position_included=True,
+        format_version=3, checkpoint="c", run="r", attempt=0, step=1, samples=0, data_position_included=True,
         time_unix=0.0, world_size=saved, parts=[], absent={}, learning_rate=[], parameter_checksum="", rng_sha256="",
         files={}, versions={}, layout="replicas",
     )  # fmt: skip
