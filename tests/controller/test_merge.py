@@ -84,6 +84,16 @@ def test_rank_of_an_amax_that_all_ranks_share_is_told_by_what_each_had() -> None
     assert sample.values["amax_local"].tolist() == [9.0]
 
 
+def test_amax_that_ranks_do_not_share_is_the_largest_of_all_and_its_rank_is_named() -> None:  # case: COM-07
+    made = merger(*(layout(rank, "a") for rank in range(4)))
+    for rank, amax in enumerate((1.0, 1.0, 1.0)):
+        assert made.frame(frame(rank, amax=[amax])) == []
+    (sample,) = made.frame(frame(3, amax=[400.0]))
+    assert sample.values["amax"].tolist() == [400.0]
+    assert sample.rank_of_extreme["amax"] == 3
+    assert sample.num_ranks == 4
+
+
 def test_what_no_rank_observed_stays_unobserved() -> None:
     made = merger(layout(0, "a", "b"), layout(1, "a", "b"))
     made.frame(frame(0, amax=[1.0, 9.0], valid=[True, False]))
