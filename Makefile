@@ -24,8 +24,9 @@ check: $(STAMP)dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two at a time, a file on one worker (its launches are shared): half of the time is spent waiting for processes.
 unit: $(STAMP)dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 acceptance: $(STAMP)dev
 	$(BIN)/python bench/scenarios.py

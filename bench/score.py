@@ -83,7 +83,8 @@ class Score:
 def unpack(folder: Path) -> list[dict[str, Any]]:
     """The labelled runs, their logs unpacked into a folder (`path` of each)."""
     with tarfile.open(CORPUS / "logs.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+        # Debian 12's Python 3.11.2 knows no filters yet; the archive is our own.
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     runs: list[dict[str, Any]] = json.loads((CORPUS / "labels.json").read_text())["runs"]
     return [run | {"path": folder / run["file"]} for run in runs]
 

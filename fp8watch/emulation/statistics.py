@@ -49,17 +49,14 @@ def quantize_and_count(
     saturated = _count_nonzero(scaled.abs() > fmt.max) if may_saturate else zero
     nonfinite = _count_nonzero(~torch.isfinite(values)) if may_be_nonfinite else zero
     codes = round_to_fp8(scaled.clamp(-fmt.max, fmt.max) if may_saturate else scaled, fmt, in_place=False)
-    error = scaled.sub_(codes)
-    if scale.numel() > 1:
-        error = error.div_(scale)
-    error = error.reshape(-1)
-    squared_error = torch.dot(error, error)
+    # Divided before it is squared: of a value far beyond the range, the square in units of the code is infinite.
+    error = scaled.sub_(codes).div_(scale).reshape(-1)
     statistics = CastStatistics(
         quantized=torch.full((), values.numel(), dtype=torch.int64, device=values.device),
         saturated=saturated,
         underflowed=_count_nonzero(values) - _count_nonzero(codes),
         nonfinite=nonfinite,
-        squared_error=squared_error if scale.numel() > 1 else squared_error / (scale * scale).reshape(()),
+        squared_error=torch.dot(error, error),
         squared_values=squared_values,
     )
     return codes, statistics
