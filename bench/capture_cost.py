@@ -60,7 +60,7 @@ class Meter:
 def measure_cpu(training: Any, watch: Any, synchronize: Callable[[], None] = torch.cuda.synchronize) -> dict[str, Any]:
     """Median over steps, in microseconds. Detaches the watch."""
     from fp8watch.actions import clip_control
-    from fp8watch.capture import te_tap
+    from fp8watch.capture.te import tap as te_tap
 
     for _ in range(WARM):
         training.step(watch)

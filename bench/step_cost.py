@@ -107,7 +107,7 @@ def attach(training: Training, run: str) -> Any:
     """A watch on the double: no library is there for `sources.find` to recognise."""
     import fp8watch
     from fp8watch.capture import sources
-    from fp8watch.capture.te_source import TeSource
+    from fp8watch.capture.te.source import TeSource
     from fp8watch.training.recorder import UPDATE_EVERY
 
     original = sources.find
@@ -174,7 +174,7 @@ class _Kernel:
 def measure_casts() -> float:
     """Microseconds a cast on a sampled step, as inside a function of autograd's; the median over steps."""
     from fp8watch.capture.cost_meter import CostMeter
-    from fp8watch.capture.te_statistics import TeStatistics
+    from fp8watch.capture.te.statistics import TeStatistics
 
     source = torch.randn(8, 8)
     made = SimpleNamespace(

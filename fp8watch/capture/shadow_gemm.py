@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp8watch.capture.torchao_scales import is_float8_linear
+from fp8watch.capture.torchao.scales import is_float8_linear
 
 MAX_ROWS = 2048
 

@@ -15,7 +15,7 @@ import torch
 
 from fp8watch.capture.controls import Fp8Controls
 from fp8watch.capture.source import Source
-from fp8watch.capture.torchao_scales import is_float8_linear
+from fp8watch.capture.torchao.scales import is_float8_linear
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +87,16 @@ def _is_transformer_engine(module: torch.nn.Module) -> bool:
 
 
 def _make_transformer_engine(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
-    from fp8watch.capture.te_controls import TeControls
-    from fp8watch.capture.te_source import TeSource
+    from fp8watch.capture.te.controls import TeControls
+    from fp8watch.capture.te.source import TeSource
 
     controls = TeControls(model)
     return TeSource(model), controls
 
 
 def _make_torchao(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
-    from fp8watch.capture.torchao_controls import TorchaoControls
-    from fp8watch.capture.torchao_float8 import TorchaoSource
+    from fp8watch.capture.torchao.controls import TorchaoControls
+    from fp8watch.capture.torchao.float8 import TorchaoSource
 
     return TorchaoSource(model), TorchaoControls(model)
 

@@ -17,7 +17,7 @@ import fp8watch
 from fp8watch.actions.bf16_layers import Bf16Layers
 from fp8watch.actions.raise_margin import RaiseMargin
 from fp8watch.actions.repair_scale import RepairScale
-from fp8watch.capture.torchao_controls import TorchaoControls
+from fp8watch.capture.torchao.controls import TorchaoControls
 from fp8watch.columns import unpack
 from fp8watch.records import CommandResult, Layout, StepFrame
 

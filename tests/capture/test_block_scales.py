@@ -93,7 +93,7 @@ def test_rowwise_layers_show_them_and_tensorwise_layers_beside_them_do_not() -> 
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from fp8watch.capture.torchao_float8 import TorchaoSource
+    from fp8watch.capture.torchao.float8 import TorchaoSource
 
     torch.manual_seed(0)
     by_row, by_tensor = nn.Sequential(nn.Linear(32, 64, bias=False)), nn.Sequential(nn.Linear(64, 16, bias=False))

@@ -22,7 +22,7 @@ from fp8watch.capture.optimizer_states import OptimizerStates
 from fp8watch.capture.scalars import NotAScalar, as_scalar
 from fp8watch.capture.statistics import count
 from fp8watch.capture.statistics.what_if import what_if_many
-from fp8watch.capture.te_tensors import read_scales, scale_range
+from fp8watch.capture.te.tensors import read_scales, scale_range
 from fp8watch.emulation import DelayedScaling, convert
 from fp8watch.emulation.region import autocast
 from fp8watch.emulation.taps import all_taps, all_value_taps
@@ -130,7 +130,7 @@ def test_no_activation_or_gradient_outlives_its_step(framework, creates_graph): 
     if framework == "torchao":
         if blocks is None:
             pytest.skip("torchao is not installed")
-        from fp8watch.capture.torchao_float8 import TorchaoSource
+        from fp8watch.capture.torchao.float8 import TorchaoSource
 
         model = blocks(num=2)
         source: Any = TorchaoSource(model)
@@ -227,7 +227,7 @@ def test_a_watched_model_can_be_copied_pickled_and_saved():  # case: HOK-09
 
 @pytest.mark.skipif(blocks is None, reason="torchao is not installed")
 def test_a_copy_of_a_watched_compiled_model_can_be_watched_itself():  # case: HOK-09
-    from fp8watch.capture.torchao_float8 import TorchaoSource
+    from fp8watch.capture.torchao.float8 import TorchaoSource
 
     model = blocks(num=1)
     first = TorchaoSource(model)
@@ -355,8 +355,8 @@ def test_unknown_quantized_tensors_are_left_alone():  # case: HOK-22
 
 @pytest.mark.skipif(blocks is None, reason="torchao is not installed")
 def test_a_cast_of_an_unknown_tensor_reaches_no_training_step(caplog):  # case: HOK-22
-    from fp8watch.capture.torchao_float8 import TorchaoSource
-    from fp8watch.capture.torchao_taps import taps
+    from fp8watch.capture.torchao.float8 import TorchaoSource
+    from fp8watch.capture.torchao.taps import taps
 
     model = blocks(num=1)
     source = TorchaoSource(model)

@@ -150,7 +150,7 @@ def test_a_module_that_raises_is_named_and_the_others_are_watched():  # case: NU
 @pytest.mark.parametrize("is_fp8", [True, False])
 def test_evaluation_of_torchao_layers_is_no_training_step(is_fp8):  # case: NUM-28
     models = pytest.importorskip("float8_models", reason="torchao is not installed")
-    from fp8watch.capture.torchao_float8 import TorchaoSource
+    from fp8watch.capture.torchao.float8 import TorchaoSource
 
     model = models.blocks(num=1)
     source = TorchaoSource(model)
@@ -229,7 +229,7 @@ def test_an_expert_without_tokens_has_no_sample(framework):  # case: NUM-30
         name = "0:input"
     else:
         models = pytest.importorskip("float8_models", reason="torchao is not installed")
-        from fp8watch.capture.torchao_float8 import TorchaoSource
+        from fp8watch.capture.torchao.float8 import TorchaoSource
 
         model = models.blocks(num=1)
         source = TorchaoSource(model)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8watch.capture.te_controls import TeControls
+from fp8watch.capture.te.controls import TeControls
 from fp8watch.errors import ActionError
 
 

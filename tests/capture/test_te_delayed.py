@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fp8watch.capture.source import Pieces
-from fp8watch.capture.te_delayed import TeDelayedSource
-from fp8watch.capture.te_slots import slot_names
-from fp8watch.capture.te_tap import UPDATE, update_tap
+from fp8watch.capture.te.delayed import TeDelayedSource
+from fp8watch.capture.te.slots import slot_names
+from fp8watch.capture.te.tap import UPDATE, update_tap
 
 FP8_MAX = {True: 448.0, False: 57344.0}
 

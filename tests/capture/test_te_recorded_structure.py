@@ -20,12 +20,12 @@ from standin_te.tensors import DType, Float8BlockwiseQTensorStorage, Float8Tenso
 from test_te_delayed import FP8_MAX, Library
 
 from fp8watch.capture import sources
-from fp8watch.capture.te_cast_tap import ACTIVATIONS, CASTS, NORMS, WITH_BIAS
-from fp8watch.capture.te_delayed import TeDelayedSource
-from fp8watch.capture.te_slots import slot_names
-from fp8watch.capture.te_states import DIRECTIONS
-from fp8watch.capture.te_tap import UPDATE
-from fp8watch.capture.te_tensors import format_name, read_scales
+from fp8watch.capture.te.cast_tap import ACTIVATIONS, CASTS, NORMS, WITH_BIAS
+from fp8watch.capture.te.delayed import TeDelayedSource
+from fp8watch.capture.te.slots import slot_names
+from fp8watch.capture.te.states import DIRECTIONS
+from fp8watch.capture.te.tap import UPDATE
+from fp8watch.capture.te.tensors import format_name, read_scales
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "te_structure.json").read_text())
 MODULES = RECORDED["modules"]

@@ -14,9 +14,9 @@ from test_te_delayed import Linear as DelayedLinear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8watch.capture.te_gemm_tap import GemmTap
-from fp8watch.capture.te_source import TeSource
-from fp8watch.capture.te_stateless import TeStatelessSource
+from fp8watch.capture.te.gemm_tap import GemmTap
+from fp8watch.capture.te.source import TeSource
+from fp8watch.capture.te.stateless import TeStatelessSource
 
 
 def _update(amax, histories, scales, *rest):

@@ -11,7 +11,7 @@ from standin_te.tensors import DTYPE, MAX, DType, Float8TensorStorage
 from torch.nn import functional as F
 
 from fp8watch.capture.source import Reading
-from fp8watch.capture.te_statistics import TeStatistics
+from fp8watch.capture.te.statistics import TeStatistics
 from fp8watch.records import TensorColumn
 
 

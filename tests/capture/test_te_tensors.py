@@ -17,7 +17,7 @@ from standin_te.tensors import (
     quantize,
 )
 
-from fp8watch.capture.te_tensors import is_delayed, read_scales, scale_addresses, scale_range
+from fp8watch.capture.te.tensors import is_delayed, read_scales, scale_addresses, scale_range
 
 AMAXES = st.floats(2.0**-60, 2.0**60, width=32)
 

@@ -10,7 +10,7 @@ from fp8watch import what_if
 from fp8watch.capture.source import Reading
 from fp8watch.capture.statistics import Item
 from fp8watch.capture.statistics import what_if as counting
-from fp8watch.capture.te_statistics import TeStatistics
+from fp8watch.capture.te.statistics import TeStatistics
 from fp8watch.formats import E4M3, E5M2
 
 

@@ -11,9 +11,9 @@ pytest.importorskip("torchao", reason="torchao is not installed")
 from float8_models import RECIPES, batch, blocks, train
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fp8watch.capture.torchao_compiled import ATTRIBUTE
-from fp8watch.capture.torchao_controls import TorchaoControls
-from fp8watch.capture.torchao_float8 import TorchaoSource
+from fp8watch.capture.torchao.compiled import ATTRIBUTE
+from fp8watch.capture.torchao.controls import TorchaoControls
+from fp8watch.capture.torchao.float8 import TorchaoSource
 
 # The compiler looks at .grad of whatever it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -11,8 +11,8 @@ pytest.importorskip("torchao", reason="torchao is not installed")
 
 from float8_models import batch, blocks, train
 
-from fp8watch.capture.torchao_controls import TorchaoControls
-from fp8watch.capture.torchao_float8 import TorchaoSource
+from fp8watch.capture.torchao.controls import TorchaoControls
+from fp8watch.capture.torchao.float8 import TorchaoSource
 from fp8watch.errors import ActionError
 
 

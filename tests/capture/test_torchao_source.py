@@ -16,8 +16,8 @@ from torchao.float8 import float8_linear, float8_scaling_utils, float8_utils
 
 from fp8watch.capture import sources
 from fp8watch.capture.source import Reading
-from fp8watch.capture.torchao_float8 import TorchaoSource
-from fp8watch.capture.torchao_taps import taps
+from fp8watch.capture.torchao.float8 import TorchaoSource
+from fp8watch.capture.torchao.taps import taps
 from fp8watch.formats import FORMATS
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import fp8watch.training.attachment as attachment
 from fp8watch.capture import sources
-from fp8watch.capture.te_source import TeSource
-from fp8watch.capture.te_tap import UPDATE
+from fp8watch.capture.te.source import TeSource
+from fp8watch.capture.te.tap import UPDATE
 from fp8watch.emulation import convert
 from fp8watch.emulation.taps import all_taps, all_value_taps
 from fp8watch.records import StepFrame

@@ -146,7 +146,7 @@ def test_it_comes_back_once_it_runs():
 
 
 def test_a_te_module_that_was_never_called_is_named():
-    from fp8watch.capture.te_delayed import _why_unseen
+    from fp8watch.capture.te.delayed import _why_unseen
 
     layer = nn.Linear(4, 4)
     layer.fp8_meta = {}

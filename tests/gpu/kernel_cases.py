@@ -68,7 +68,7 @@ def differences(found: list[TensorStatistics], items: list[Item]) -> list[str]:
 
 def cast_differences(device: str, large: int) -> Iterator[str]:
     """The same of the kernel that counts one cast where it happens, and adds to what it counted before."""
-    from fp8watch.capture import te_cast_kernel as kernel
+    from fp8watch.capture.te import cast_kernel as kernel
 
     for items in groups(device, large):
         for i, item in enumerate(items):
@@ -97,11 +97,11 @@ def cast_differences(device: str, large: int) -> Iterator[str]:
 
 
 def main() -> int:
-    from fp8watch.capture import te_cast_kernel
     from fp8watch.capture.statistics import kernels
+    from fp8watch.capture.te import cast_kernel
 
     kernels.ELEMENTS_A_PROGRAM = 2048  # several programs a tensor
-    te_cast_kernel.PROGRAMS, te_cast_kernel.BLOCK = 3, 1024
+    cast_kernel.PROGRAMS, cast_kernel.BLOCK = 3, 1024
     many = (line for items in groups("cpu", 6400) for line in differences(kernels.launch(items), items))
     return report(chain(many, cast_differences("cpu", 6400)))
 

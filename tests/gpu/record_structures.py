@@ -89,9 +89,9 @@ def main() -> int:
 
 def functions(tex: Any) -> dict[str, Any]:
     """Of the functions that are tapped: where they are, and how they are called."""
-    from fp8watch.capture.te_cast_tap import ACTIVATIONS, CASTS, NORMS, WITH_BIAS
-    from fp8watch.capture.te_gemm_tap import CONSUMERS, GEMM
-    from fp8watch.capture.te_tap import UPDATE
+    from fp8watch.capture.te.cast_tap import ACTIVATIONS, CASTS, NORMS, WITH_BIAS
+    from fp8watch.capture.te.gemm_tap import CONSUMERS, GEMM
+    from fp8watch.capture.te.tap import UPDATE
 
     found: dict[str, Any] = {}
     for name in (UPDATE, "split_quantize", *CASTS, *NORMS, *ACTIVATIONS, *WITH_BIAS):
@@ -175,8 +175,8 @@ def listen(calls: list[list[str]]) -> Any:
     import transformer_engine_torch as tex
 
     from fp8watch.capture.patches import Patches
-    from fp8watch.capture.te_cast_tap import ACTIVATIONS, CASTS, NORMS, WITH_BIAS
-    from fp8watch.capture.te_gemm_tap import CONSUMERS, GEMM
+    from fp8watch.capture.te.cast_tap import ACTIVATIONS, CASTS, NORMS, WITH_BIAS
+    from fp8watch.capture.te.gemm_tap import CONSUMERS, GEMM
 
     def gemm(original: Any) -> Any:
         def noted(A: Any, B: Any, *args: Any, **options: Any) -> Any:

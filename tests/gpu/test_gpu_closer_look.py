@@ -107,7 +107,7 @@ def test_a_probe_neither_waits_nor_changes_a_bit() -> None:
 
 def test_torchao_layers_are_looked_at_closely_without_waiting() -> None:
     float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
-    from fp8watch.capture.torchao_float8 import TorchaoSource
+    from fp8watch.capture.torchao.float8 import TorchaoSource
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
@@ -161,7 +161,7 @@ def test_the_meter_sees_what_the_device_did() -> None:
 def test_casts_of_transformer_engine_are_compared_with_other_recipes() -> None:
     te = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
     recipe = pytest.importorskip("transformer_engine.common.recipe").DelayedScaling()
-    from fp8watch.capture.te_source import TeSource
+    from fp8watch.capture.te.source import TeSource
 
     model = te_model(te)
     source = TeSource(model)

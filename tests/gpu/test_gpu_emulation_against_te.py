@@ -20,7 +20,7 @@ from transformer_engine.common import recipe as te_recipe  # noqa: E402
 
 from fp8watch import emulation  # noqa: E402
 from fp8watch.capture.emulated import EmulatedSource  # noqa: E402
-from fp8watch.capture.te_source import TeSource  # noqa: E402
+from fp8watch.capture.te.source import TeSource  # noqa: E402
 from fp8watch.emulation.linear import Fp8Linear  # noqa: E402
 
 IN, OUT, ROWS = 256, 512, 128

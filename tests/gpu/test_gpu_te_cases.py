@@ -20,8 +20,8 @@ from transformer_engine.common.recipe import DelayedScaling, Format  # noqa: E40
 
 import fp8watch  # noqa: E402
 from fp8watch.capture import sources  # noqa: E402
-from fp8watch.capture.te_source import TeSource  # noqa: E402
-from fp8watch.capture.te_tap import update_tap  # noqa: E402
+from fp8watch.capture.te.source import TeSource  # noqa: E402
+from fp8watch.capture.te.tap import update_tap  # noqa: E402
 from fp8watch.settings import Settings  # noqa: E402
 
 BF16 = {"params_dtype": torch.bfloat16}

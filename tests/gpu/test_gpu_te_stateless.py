@@ -18,9 +18,9 @@ if not torch.cuda.is_available():
 
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling  # noqa: E402
 
-from fp8watch.capture.te_controls import TeControls  # noqa: E402
-from fp8watch.capture.te_gemm_tap import gemm_tap  # noqa: E402
-from fp8watch.capture.te_source import TeSource  # noqa: E402
+from fp8watch.capture.te.controls import TeControls  # noqa: E402
+from fp8watch.capture.te.gemm_tap import gemm_tap  # noqa: E402
+from fp8watch.capture.te.source import TeSource  # noqa: E402
 
 NAMES = [
     f"{module}:{tensor}"

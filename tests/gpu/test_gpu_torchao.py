@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: E402
 
-from fp8watch.capture.torchao_controls import TorchaoControls  # noqa: E402
-from fp8watch.capture.torchao_float8 import TorchaoSource  # noqa: E402
+from fp8watch.capture.torchao.controls import TorchaoControls  # noqa: E402
+from fp8watch.capture.torchao.float8 import TorchaoSource  # noqa: E402
 
 
 class Block(torch.nn.Module):

@@ -23,8 +23,8 @@ if not torch.cuda.is_available():
 from transformer_engine.common.recipe import DelayedScaling, Format  # noqa: E402
 
 import fp8watch  # noqa: E402
-from fp8watch.capture.te_controls import TeControls  # noqa: E402
-from fp8watch.capture.te_delayed import TeDelayedSource  # noqa: E402
+from fp8watch.capture.te.controls import TeControls  # noqa: E402
+from fp8watch.capture.te.delayed import TeDelayedSource  # noqa: E402
 
 
 def mlp() -> torch.nn.Module:

@@ -1,6 +1,6 @@
 """Transformer Engine's recipes without state: current and block scaling, and (untested on hardware) MXFP8, NVFP4.
 
-Listens to the GEMM calls (`te_gemm_tap`) of Linear, LayerNormLinear and LayerNormMLP and keeps one element of each
+Listens to the GEMM calls (`gemm_tap`) of Linear, LayerNormLinear and LayerNormMLP and keeps one element of each
 operand's scales until the step ends; block formats are reduced to their worst block at once. A column shows the
 largest amax of the step and the scale that belongs to it.
 """
@@ -15,8 +15,8 @@ import torch
 from fp8watch.capture.blocks import block_of
 from fp8watch.capture.cast_log import CastLog
 from fp8watch.capture.source import Reading
-from fp8watch.capture.te_gemm_tap import GemmTap, Role, gemm_tap
-from fp8watch.capture.te_tensors import UNKNOWN_SCALE, TensorScales, read_scales
+from fp8watch.capture.te.gemm_tap import GemmTap, Role, gemm_tap
+from fp8watch.capture.te.tensors import UNKNOWN_SCALE, TensorScales, read_scales
 from fp8watch.formats import FORMATS
 from fp8watch.records import TensorColumn
 

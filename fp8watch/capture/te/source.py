@@ -1,6 +1,6 @@
 """Transformer Engine, whatever the recipes: delayed scaling by its update, recipes without state by their GEMMs.
 
-On sampled steps the casts themselves are looked at too (`te_statistics`).
+On sampled steps the casts themselves are looked at too (`statistics`).
 
 The tap on GEMM calls is put in only when a module is found to use a recipe without state, which is known after its
 first forward: a run that uses delayed scaling alone never pays for it, another one is seen from its second step on.
@@ -17,10 +17,10 @@ import torch
 from fp8watch.capture.cost_meter import CostMeter
 from fp8watch.capture.governor import Kind
 from fp8watch.capture.source import Reading
-from fp8watch.capture.te_delayed import TeDelayedSource
-from fp8watch.capture.te_gemm_tap import GemmTap
-from fp8watch.capture.te_stateless import TeStatelessSource
-from fp8watch.capture.te_statistics import TeStatistics
+from fp8watch.capture.te.delayed import TeDelayedSource
+from fp8watch.capture.te.gemm_tap import GemmTap
+from fp8watch.capture.te.stateless import TeStatelessSource
+from fp8watch.capture.te.statistics import TeStatistics
 from fp8watch.records import TensorColumn
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """torchao float8 training: amax and scale of every cast of every `Float8Linear`, as they pass.
 
-Eager layers are tapped (`torchao_taps`), compiled ones note their own amax (`torchao_compiled`). A cast is matched
+Eager layers are tapped (`taps`), compiled ones note their own amax (`compiled`). A cast is matched
 to its layer by the identity of the layer's `linear_mm_config`, which torchao makes anew for every layer and
 hands to every cast, forward and backward; nothing is kept of a tensor but its amax and scale.
 
@@ -26,9 +26,9 @@ from fp8watch.capture.source import Reading
 from fp8watch.capture.statistics import COUNTS, TensorStatistics, count
 from fp8watch.capture.statistics.block_scales import BlockStatistics, block_statistics, spread_log2
 from fp8watch.capture.statistics.count import format_of
-from fp8watch.capture.torchao_compiled import CompiledNotes
-from fp8watch.capture.torchao_scales import CastRecipe, ScaleRule, cast_recipe, is_float8_linear
-from fp8watch.capture.torchao_taps import Phase, taps
+from fp8watch.capture.torchao.compiled import CompiledNotes
+from fp8watch.capture.torchao.scales import CastRecipe, ScaleRule, cast_recipe, is_float8_linear
+from fp8watch.capture.torchao.taps import Phase, taps
 from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.emulation.cast import measure_amax
 from fp8watch.records import TensorColumn
@@ -216,7 +216,7 @@ class TorchaoSource:
         self, owner: int, role: str, phase: Phase, *, amax: torch.Tensor | None, scale: torch.Tensor,
         values: torch.Tensor, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """See `fp8watch.capture.torchao_taps.Tap`."""
+        """See `fp8watch.capture.torchao.taps.Tap`."""
         i = self._position.get(owner)
         if i is None or phase == "evaluation" or role not in TENSORS:
             return
@@ -237,7 +237,7 @@ class TorchaoSource:
         return contextlib.nullcontext() if self.meters is None else self.meters[kind].piece()
 
     def on_high_precision(self, owner: int, role: str, phase: Phase, values: torch.Tensor) -> None:
-        """See `fp8watch.capture.torchao_taps.Tap`."""
+        """See `fp8watch.capture.torchao.taps.Tap`."""
         i = self._position.get(owner)
         if i is None or phase == "evaluation" or role not in TENSORS:
             return

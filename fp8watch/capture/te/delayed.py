@@ -22,9 +22,9 @@ import torch
 
 from fp8watch.capture.blocks import block_of
 from fp8watch.capture.source import Pieces, Reading
-from fp8watch.capture.te_states import delayed_states, element_names, metas, recipe_of
-from fp8watch.capture.te_tap import UpdateTap, update_tap
-from fp8watch.capture.te_tensors import format_name
+from fp8watch.capture.te.states import delayed_states, element_names, metas, recipe_of
+from fp8watch.capture.te.tap import UpdateTap, update_tap
+from fp8watch.capture.te.tensors import format_name
 from fp8watch.formats import FORMATS
 from fp8watch.records import TensorColumn
 

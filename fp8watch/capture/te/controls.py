@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fp8watch.capture.copied_hooks import StaysHere
-from fp8watch.capture.te_states import delayed_states, element_names, recipe_of
+from fp8watch.capture.te.states import delayed_states, element_names, recipe_of
 from fp8watch.errors import ActionError
 from fp8watch.formats import E4M3, E5M2
 

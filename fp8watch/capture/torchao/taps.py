@@ -8,7 +8,7 @@ looked up as globals of the calling module at each call, so replacing them there
 `autograd.Function` they never are), and, while a graph is traced, which layer it is.
 
 Under `torch.compile` these functions run while tracing only, on fake tensors, which are let through unseen; see
-`fp8watch.capture.torchao_compiled` for what is done instead. The patches add no graph break.
+`fp8watch.capture.torchao.compiled` for what is done instead. The patches add no graph break.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fp8watch.capture.patches import Patches
-from fp8watch.capture.torchao_compiled import noted_forward
+from fp8watch.capture.torchao.compiled import noted_forward
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Tap(Protocol):
         """
 
     def on_high_precision(self, owner: int, role: str, phase: Phase, values: torch.Tensor) -> None:
-        """A layer that `torchao_controls` keeps in BF16 ran on `values`: nothing was cast."""
+        """A layer that `controls` keeps in BF16 ran on `values`: nothing was cast."""
 
 
 class _Local(threading.local):

@@ -3,7 +3,7 @@
 A layer in high precision gets a `forward` of its own (an instance attribute in front of the class's) that runs
 `nn.Linear` in BF16 on the same parameters; the optimizer, the state dict and other layers see nothing. What really
 ran is noted by the forwards themselves, in a graph that `torch.compile` has made by way of the notes that a source
-puts on the layer (`torchao_compiled`); without them it stays unknown there, which is not the same as done. Dynamo
+puts on the layer (`compiled`); without them it stays unknown there, which is not the same as done. Dynamo
 guards on the attribute: the switch costs one more graph a layer, the way back none.
 
 torchao computes each scale from the tensor at hand and keeps none: there is nothing to repair and no margin.
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8watch.capture.copied_hooks import StaysHere
-from fp8watch.capture.torchao_compiled import forget_precision, noted_forward, noted_precision
-from fp8watch.capture.torchao_scales import is_float8_linear
-from fp8watch.capture.torchao_taps import taps
+from fp8watch.capture.torchao.compiled import forget_precision, noted_forward, noted_precision
+from fp8watch.capture.torchao.scales import is_float8_linear
+from fp8watch.capture.torchao.taps import taps
 from fp8watch.errors import ActionError
 
 STATELESS = "torchao computes every scale from the tensor at hand and keeps none, so there is none to repair"

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from fp8watch.capture.patches import Patches
-from fp8watch.capture.te_tensors import is_delayed, scale_addresses
+from fp8watch.capture.te.tensors import is_delayed, scale_addresses
 
 logger = logging.getLogger(__name__)
 

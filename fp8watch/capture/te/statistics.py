@@ -21,10 +21,10 @@ from fp8watch.capture.governor import Kind
 from fp8watch.capture.ring import is_capturing
 from fp8watch.capture.source import Reading
 from fp8watch.capture.statistics.count import count_made
-from fp8watch.capture.te_cast_tap import CastTap
-from fp8watch.capture.te_slots import slot_names
-from fp8watch.capture.te_states import delayed_states, element_names, metas, quantizers_of
-from fp8watch.capture.te_tensors import format_name
+from fp8watch.capture.te.cast_tap import CastTap
+from fp8watch.capture.te.slots import slot_names
+from fp8watch.capture.te.states import delayed_states, element_names, metas, quantizers_of
+from fp8watch.capture.te.tensors import format_name
 from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.formats import FORMATS, Fp8Format
 from fp8watch.records import TensorColumn
@@ -242,7 +242,7 @@ _UNTIMED = nullcontext()
 def _kernel() -> Any:
     """The Triton module, or None."""
     try:
-        from fp8watch.capture import te_cast_kernel
+        from fp8watch.capture.te import cast_kernel
     except ImportError:
         return None
-    return te_cast_kernel
+    return cast_kernel

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.capture.te_slots import Tensor, slot_names
+from fp8watch.capture.te.slots import Tensor, slot_names
 
 DIRECTIONS = (("scaling_fwd", True, "forward"), ("scaling_bwd", False, "backward"))
 

@@ -1,0 +1,1 @@
+"""Transformer Engine: its scaling state read and written where it lies, and its casts looked at."""
