@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"
 import cluster_parts as parts
 
 from fp8watch import wire
-from fp8watch.controller.redis_keys import LEASE, RunKeys
+from fp8watch.controller.cluster.redis_keys import LEASE, RunKeys
 from fp8watch.records import ActionRecord, Command, CommandResult, Finding
 
 BAR_SECONDS = 5.0

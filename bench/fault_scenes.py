@@ -19,8 +19,8 @@ import hand_made as make
 import isolation
 import redis_servers
 
-from fp8watch.controller.redis_keys import LEASE
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.redis_keys import LEASE
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.transport import endpoint
 
 LEASE_SECONDS = "1.5"

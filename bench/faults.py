@@ -33,7 +33,7 @@ from fault_list import FAULTS, Fault
 from fault_scenes import Scene, endpoint, parts, scene, start_trainer
 from result_head import head, redis_version
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import StepFrame
 
 RECOVERY_SECONDS = 60.0

@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 
 from fp8watch import columns, records, wire
-from fp8watch.controller.cluster_run import ClusterController
+from fp8watch.controller.cluster.runs import ClusterController
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store import Approval, unpack_approval
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_redis import frames_of
+from fp8watch.controller.stores.base import Approval, unpack_approval
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.redis import frames_of
 from fp8watch.errors import WireError
 from fp8watch.security import KeyRing
 from fp8watch.security import envelope as envelopes

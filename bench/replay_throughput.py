@@ -30,7 +30,7 @@ import detection_result
 import numpy as np
 
 from fp8watch import columns
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import Hello, Layout, RunRecord, StepFrame, TensorColumn
 
 OUT = Path(__file__).parent / "results" / "replay.json"

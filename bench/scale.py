@@ -44,8 +44,8 @@ import hand_made as make
 
 from fp8watch import wire
 from fp8watch.columns import pack
-from fp8watch.controller import node_frames
-from fp8watch.controller.redis_keys import ACTIVE, LEASE, RunKeys
+from fp8watch.controller.cluster import node_frames
+from fp8watch.controller.cluster.redis_keys import ACTIVE, LEASE, RunKeys
 from fp8watch.records import ACTIONS, Column, Finding, Hello, Layout, NodeFrame, StepFrame, TensorColumn
 from fp8watch.security.envelope import Sealer
 from fp8watch.security.keyring import KeyRing

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 import cluster_parts as parts
 
-from fp8watch.controller.redis_keys import LEASE
+from fp8watch.controller.cluster.redis_keys import LEASE
 from fp8watch.records import ActionRecord, CommandResult, Finding
 
 NODES, STEPS, FAULT_STEP = 4, 220, 120

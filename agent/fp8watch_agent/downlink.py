@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8watch import wire
-from fp8watch.controller.redis_keys import RunKeys
-from fp8watch.controller.redis_link import BLOCK_MS, RedisError, RedisLink, reason_of
+from fp8watch.controller.cluster.redis_keys import RunKeys
+from fp8watch.controller.cluster.redis_link import BLOCK_MS, RedisError, RedisLink, reason_of
 from fp8watch.errors import WireError
 from fp8watch.records import Command, LedgerUpdate
 from fp8watch.security import Verifier

@@ -6,7 +6,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 
-from fp8watch.controller.store import Approval, R, Store
+from fp8watch.controller.stores.base import Approval, R, Store
 from fp8watch.records import RunRecord, Stored
 
 logger = logging.getLogger(__name__)

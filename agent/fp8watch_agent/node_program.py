@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from fp8watch.controller.redis_link import connect
+from fp8watch.controller.cluster.redis_link import connect
 from fp8watch.metrics import BY_NAME
 from fp8watch.records import Command, LedgerUpdate
 from fp8watch.security import Verifier

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store import Store
+from fp8watch.controller.stores.base import Store
 from fp8watch.errors import EXIT_BAD_INPUT, EXIT_UNREACHABLE, BadInput, MissingDependency
 from fp8watch.policy.load import parse
 from fp8watch.records import Hello, Stored

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from fp8watch.controller.node_frames import NodeLayout, reduce
+from fp8watch.controller.cluster.node_frames import NodeLayout, reduce
 from fp8watch.errors import WireError
 from fp8watch.records import Layout, NodeFrame, StepFrame
 

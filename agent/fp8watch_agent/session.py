@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from fp8watch import wire
-from fp8watch.controller.store import Store
+from fp8watch.controller.stores.base import Store
 from fp8watch.records import Command, Hello, LedgerUpdate, Message, Reply, Stored, Welcome
 from fp8watch.transport.endpoint import Endpoint
 from fp8watch_agent import store_place, targets

@@ -10,9 +10,9 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8watch.controller.store import Store
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Store
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.errors import Fp8watchError
 from fp8watch.transport import places
 from fp8watch_agent import filesystem

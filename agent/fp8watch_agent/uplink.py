@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 
 from fp8watch import __version__, wire
-from fp8watch.controller import redis_keys
-from fp8watch.controller.redis_keys import RunKeys
-from fp8watch.controller.redis_link import RedisError, RedisLink, reason_of
+from fp8watch.controller.cluster import redis_keys
+from fp8watch.controller.cluster.redis_keys import RunKeys
+from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, reason_of
 from fp8watch.records import Goodbye, Hello, Layout, NodeFrame, RankLost, Uplink
 from fp8watch.security.envelope import Sealer
 from fp8watch_agent.spool import Entry, Spool

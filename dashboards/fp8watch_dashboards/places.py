@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from fp8watch.controller.store import Store
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Store
+from fp8watch.controller.stores.sqlite import SqliteStore
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from fp8watch.controller.store import Store
+from fp8watch.controller.stores.base import Store
 from fp8watch.records import ActionRecord, Finding, RunRecord
 from fp8watch_dashboards.timeline import EMPTY, StepPoint, Timeline, TimelineReader
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch.controller.merge import merge
-from fp8watch.controller.store import Store
+from fp8watch.controller.stores.base import Store
 from fp8watch.records import Layout, StepFrame
 from fp8watch_dashboards.headroom import Floats, Mask, format_limits, sample_headroom
 

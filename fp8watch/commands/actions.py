@@ -13,7 +13,7 @@ from fp8watch import action_words
 from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
-from fp8watch.controller.store import Approval
+from fp8watch.controller.stores.base import Approval
 from fp8watch.records import ActionRecord, RunRecord
 from fp8watch.security import approvals, load_ring
 from fp8watch.settings import from_environment

@@ -41,9 +41,9 @@ def controller(
         raise BadInput([f"arguments:1: max_mode: {max_mode!r} is none of observe, approve, auto"])
     mode: Literal["observe", "approve", "auto"] = max_mode  # type: ignore[assignment]
     try:
-        from fp8watch.controller.cluster import ClusterProgram
-        from fp8watch.controller.cluster_metrics import ControllerExporter, Tally
-        from fp8watch.controller.redis_link import connect
+        from fp8watch.controller.cluster.metrics import ControllerExporter, Tally
+        from fp8watch.controller.cluster.program import ClusterProgram
+        from fp8watch.controller.cluster.redis_link import connect
     except MissingDependency as error:
         raise not_found(str(error)) from error
     rings = {purpose: load_ring(settings, purpose) for purpose in PURPOSES}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fp8watch.controller.store import Store
+from fp8watch.controller.stores.base import Store
 from fp8watch.records import Layout
 
 MOST_NAMES = 8

@@ -16,7 +16,7 @@ from fp8watch.settings import Settings
 from fp8watch.wire import READABLE_VERSIONS
 
 if TYPE_CHECKING:
-    from fp8watch.controller.redis_link import RedisLink
+    from fp8watch.controller.cluster.redis_link import RedisLink
 
 MIN_REDIS = (6, 2)
 """XAUTOCLAIM came with 6.2."""
@@ -36,7 +36,7 @@ def checks(
     if url is None:
         return [*found, problem("redis", "no address: give --redis or FP8WATCH_REDIS_URL")]
     try:
-        from fp8watch.controller.redis_link import RedisError, connect, reason_of
+        from fp8watch.controller.cluster.redis_link import RedisError, connect, reason_of
 
         link = connect(url, name="fp8watch-doctor")
     except (BadInput, MissingDependency) as error:
@@ -60,7 +60,7 @@ def checks(
 
 
 def _asked(look: Any, link: RedisLink) -> Check:
-    from fp8watch.controller.redis_link import RedisError
+    from fp8watch.controller.cluster.redis_link import RedisError
 
     name = look.__name__.strip("_")
     try:
@@ -122,7 +122,7 @@ def _skew(link: RedisLink) -> Check:
 
 
 def _lease(link: RedisLink) -> Check:
-    from fp8watch.controller.redis_keys import LEASE
+    from fp8watch.controller.cluster.redis_keys import LEASE
 
     held = link.client.get(LEASE)
     if held is None:
@@ -132,7 +132,7 @@ def _lease(link: RedisLink) -> Check:
 
 
 def _agents(link: RedisLink, expected: int | None) -> list[Check]:
-    from fp8watch.controller.redis_keys import NODES
+    from fp8watch.controller.cluster.redis_keys import NODES
 
     now = float(link.client.time()[0])
     found: list[Check] = []

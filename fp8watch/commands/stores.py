@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from fp8watch.commands.output import not_found
-from fp8watch.controller.store import Store
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Store
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.errors import BadInput
 from fp8watch.records import RunRecord
 
@@ -119,7 +119,7 @@ def writing(found: Found) -> Iterator[Store]:
 def _open(found: Found, *, read_only: bool) -> Store:
     if not found.redis_url:
         return SqliteStore(found.path, read_only=read_only)
-    from fp8watch.controller.store_redis import RedisStore
+    from fp8watch.controller.stores.redis import RedisStore
 
     return RedisStore(found.redis_url)
 
@@ -130,8 +130,8 @@ def _in_redis() -> list[Found]:
     secret = from_environment().redis_url
     if secret is None:
         return []
-    from fp8watch.controller.redis_link import RedisError, shown
-    from fp8watch.controller.store_redis import RedisStore
+    from fp8watch.controller.cluster.redis_link import RedisError, shown
+    from fp8watch.controller.stores.redis import RedisStore
 
     url = secret.get_secret_value()
     try:
@@ -149,8 +149,8 @@ def disarm_in_redis(run: str | None, *, undo: bool) -> list[str]:
     secret = from_environment().redis_url
     if secret is None:
         return []
-    from fp8watch.controller.redis_keys import DISARM, RunKeys
-    from fp8watch.controller.redis_link import RedisError, connect
+    from fp8watch.controller.cluster.redis_keys import DISARM, RunKeys
+    from fp8watch.controller.cluster.redis_link import RedisError, connect
 
     link = connect(secret.get_secret_value())
     key = DISARM if run is None else RunKeys(run).disarm

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from fp8watch import wire
-from fp8watch.controller.store import Approval
+from fp8watch.controller.stores.base import Approval
 from fp8watch.records import (
     Arrival,
     CheckpointRecord,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from fp8watch.controller.detecting import Detecting
 from fp8watch.controller.history import History
 from fp8watch.controller.merge import Merger
-from fp8watch.controller.store import Store
+from fp8watch.controller.stores.base import Store
 from fp8watch.records import DetectorState, Finding, Hello, Layout, StepFrame, Stored
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from fp8watch.controller.open_findings import Open, OpenFindings
 from fp8watch.controller.processes import is_same_process, is_started_anew
 from fp8watch.controller.recollection import stored_since
 from fp8watch.controller.run import RunPilot
-from fp8watch.controller.store import Approval, Store
+from fp8watch.controller.stores.base import Approval, Store
 from fp8watch.controller.unseen import Patience, Predecessor, Unseen
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import BadInput

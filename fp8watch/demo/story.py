@@ -9,7 +9,7 @@ import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.errors import Fp8watchError
 from fp8watch.records import ActionRecord, Finding
 from fp8watch.transport import endpoint

@@ -28,8 +28,8 @@ import msgspec
 from fp8watch import __version__
 from fp8watch.controller.closer import CloserBook
 from fp8watch.controller.merge import merge
-from fp8watch.controller.store import Store
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Store
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.detect.base import Sample
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import BadInput

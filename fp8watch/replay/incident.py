@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fp8watch import action_words
-from fp8watch.controller.store import Store
+from fp8watch.controller.stores.base import Store
 from fp8watch.records import ActionRecord, CommandResult, Finding, RunRecord, TraceEntry
 
 _CONTEXT = frozenset({"policy", "attempt", "checkpoint"})

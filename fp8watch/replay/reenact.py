@@ -15,11 +15,11 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from fp8watch import wire
-from fp8watch.controller.cluster_run import ClusterController
+from fp8watch.controller.cluster.runs import ClusterController
 from fp8watch.controller.inbox import PROCESS_BITS, entry_number
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store import Approval, Store
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.stores.base import Approval, Store
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.detect.base import Sample
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import WireError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fp8watch.controller.store import Approval
+from fp8watch.controller.stores.base import Approval
 from fp8watch.security.canonical import is_signed, signed
 from fp8watch.security.keyring import KeyRing
 

@@ -17,7 +17,7 @@ import hand_made as make
 import psutil
 import pytest
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import Layout, StepFrame, Welcome
 from fp8watch.settings import Settings
 from fp8watch.transport import Channel, endpoint

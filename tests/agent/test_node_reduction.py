@@ -8,8 +8,8 @@ import pytest
 
 from fp8watch import columns
 from fp8watch.controller import merge as by_rank
-from fp8watch.controller import node_frames
-from fp8watch.controller.node_merge import NodeMerger
+from fp8watch.controller.cluster import node_frames
+from fp8watch.controller.cluster.node_merge import NodeMerger
 from fp8watch.records import Column, Layout, NodeFrame, StepFrame
 from fp8watch_agent.reducer import BELATED_STEPS, NodeReducer
 

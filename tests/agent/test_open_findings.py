@@ -11,12 +11,12 @@ import hand_made as make
 import pytest
 
 from fp8watch.commands.controller import controller as controller_command
-from fp8watch.controller.cluster import ClusterProgram
-from fp8watch.controller.cluster_metrics import ENDED_TTL_SECONDS, ControllerExporter, Tally
-from fp8watch.controller.cluster_run import ClusterController
+from fp8watch.controller.cluster.metrics import ENDED_TTL_SECONDS, ControllerExporter, Tally
+from fp8watch.controller.cluster.program import ClusterProgram
+from fp8watch.controller.cluster.runs import ClusterController
 from fp8watch.controller.open_findings import Open, OpenFindings
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.controller.unseen import Predecessor
 from fp8watch.records import Finding, Goodbye, RunRecord
 from fp8watch_agent.metrics_state import MetricsState

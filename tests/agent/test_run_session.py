@@ -10,8 +10,8 @@ import hand_made as make
 import pytest
 
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store import Store
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.stores.base import Store
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.records import Message, Reply, Stored, Welcome
 from fp8watch_agent import store_place
 from fp8watch_agent.metrics_state import MetricsState

@@ -14,7 +14,7 @@ from typing import Any
 import hand_made as make
 import pytest
 
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.records import RunRecord
 from fp8watch.transport import endpoint as endpoints
 from fp8watch.transport.endpoint import Endpoint

@@ -12,8 +12,8 @@ from fake_controller import Order
 from real_ranks import Launch, command, in_turn, launch
 
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import ActionRecord, CommandResult, Finding
 
 ACTIONS = in_turn(

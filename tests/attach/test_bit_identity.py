@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from watched_training import stored_steps
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import CheckpointRecord, StepFrame
 
 PROGRAM = Path(__file__).with_name("bit_identity_program.py")

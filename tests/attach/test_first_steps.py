@@ -10,7 +10,7 @@ import torch
 from watched_training import Trainer, stored_steps
 
 import fp8watch
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import Finding, StepFrame
 from fp8watch.settings import Settings
 from fp8watch.transport.process import AgentProcess

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.emulation import convert
 from fp8watch.records import Command, Message, Reply, StepFrame
 from fp8watch.settings import Settings

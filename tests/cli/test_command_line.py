@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from fp8watch.cli import build
 from fp8watch.controller import markers
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.errors import BadInput
 from fp8watch.records import ActionRecord, CheckpointRecord, Finding, Hello, RunRecord
 from fp8watch.settings import from_environment

@@ -17,8 +17,8 @@ import fp8watch
 from fp8watch import columns
 from fp8watch.cli import build
 from fp8watch.commands.coverage import of_run
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.emulation import convert
 from fp8watch.records import Hello, Layout, RunRecord, StepFrame, TensorColumn
 from fp8watch_agent.metrics_state import MetricsState

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8watch.commands import runs, stores
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.transport import places
 
 

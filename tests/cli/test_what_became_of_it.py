@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from fp8watch import action_words
 from fp8watch.cli import build
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.demo.plan import make_plan
 from fp8watch.demo.processes import Losses
 from fp8watch.demo.runner import Progress

@@ -19,7 +19,7 @@ from fake_ranks import POLICY as POLICY
 from fake_ranks import FakeRank as FakeRank
 from fake_ranks import Job as Job
 
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.stores.redis import RedisStore
 
 REDIS_SERVER = "/usr/bin/redis-server" if Path("/usr/bin/redis-server").exists() else "redis-server"
 

@@ -8,9 +8,9 @@ import hand_made as make
 import msgspec
 
 from fp8watch import wire
-from fp8watch.controller.cluster import ClusterProgram
-from fp8watch.controller.redis_keys import ACTIVE, RunKeys
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.program import ClusterProgram
+from fp8watch.controller.cluster.redis_keys import ACTIVE, RunKeys
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import NodeFrame, Uplink
 from fp8watch.security.envelope import Sealer
 

@@ -14,8 +14,8 @@ import pytest
 from cluster_parts import NAN_EVERY, Cluster, Job, wait_for
 
 from fp8watch import wire
-from fp8watch.controller.redis_keys import GROUP, LEASE, RunKeys
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.redis_keys import GROUP, LEASE, RunKeys
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import ActionRecord, Command, Finding, StepFrame
 from fp8watch.transport import endpoint
 

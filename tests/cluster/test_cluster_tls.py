@@ -14,8 +14,8 @@ import tls_servers
 from cluster_parts import Job, wait_for
 from fake_ranks import WAITS
 
-from fp8watch.controller.redis_keys import LEASE
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.redis_keys import LEASE
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import ActionRecord
 
 pytestmark = pytest.mark.redis

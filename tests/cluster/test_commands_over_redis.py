@@ -12,8 +12,8 @@ from hand_made import hello
 from typer.testing import CliRunner
 
 from fp8watch.cli import build
-from fp8watch.controller.cluster import ClusterProgram
-from fp8watch.controller.redis_keys import ACTIVE
+from fp8watch.controller.cluster.program import ClusterProgram
+from fp8watch.controller.cluster.redis_keys import ACTIVE
 from fp8watch.records import ActionRecord, Finding, RunRecord
 
 pytestmark = pytest.mark.redis

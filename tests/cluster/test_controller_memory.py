@@ -13,9 +13,9 @@ import pytest
 from cluster_parts import POLICY
 
 from fp8watch import __version__
-from fp8watch.controller import memory
-from fp8watch.controller.cluster_run import ClusterController
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.cluster import memory
+from fp8watch.controller.cluster.runs import ClusterController
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.records import ACTIONS, ActionRecord, Command, CommandResult, Finding, NodeFrame, Reply
 
 

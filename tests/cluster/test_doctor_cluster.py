@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8watch.cli import build
-from fp8watch.controller.lease import Lease
-from fp8watch.controller.redis_keys import NODES
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.lease import Lease
+from fp8watch.controller.cluster.redis_keys import NODES
+from fp8watch.controller.stores.redis import RedisStore
 
 pytestmark = pytest.mark.redis
 

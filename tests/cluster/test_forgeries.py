@@ -12,9 +12,9 @@ from cluster_parts import Cluster, Job, wait_for
 from fake_ranks import WAITS
 
 from fp8watch import wire
-from fp8watch.controller.redis_keys import LEASE, RunKeys
-from fp8watch.controller.store import Approval
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.redis_keys import LEASE, RunKeys
+from fp8watch.controller.stores.base import Approval
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import ActionRecord, Command, Finding, LedgerUpdate
 from fp8watch.security import KeyRing, Signer, approvals
 from fp8watch.security.envelope import Envelope, Sealer

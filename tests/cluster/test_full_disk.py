@@ -9,7 +9,7 @@ import hand_made as make
 import isolation
 import pytest
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import StepFrame
 from fp8watch_agent.guarded_store import GuardedStore
 from fp8watch_agent.spool import Entry, Spool

@@ -10,10 +10,10 @@ import cluster_parts as parts
 import pytest
 from fake_agents import KEYS, Agents, rounds, until
 
-from fp8watch.controller import cluster
-from fp8watch.controller.cluster import ClusterProgram
-from fp8watch.controller.redis_keys import ACTIVE
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster import program as cluster
+from fp8watch.controller.cluster.program import ClusterProgram
+from fp8watch.controller.cluster.redis_keys import ACTIVE
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import Finding, Goodbye, RankLost
 
 pytestmark = pytest.mark.redis

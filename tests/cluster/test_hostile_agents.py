@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from cluster_parts import POLICY, wait_for
 
-from fp8watch.controller.cluster import ClusterProgram
-from fp8watch.controller.cluster_run import ClusterController
-from fp8watch.controller.inflow import Entered
-from fp8watch.controller.node_merge import NodeMerger
-from fp8watch.controller.redis_keys import ACTIVE, LEASE, RUNS, RunKeys
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.inflow import Entered
+from fp8watch.controller.cluster.node_merge import NodeMerger
+from fp8watch.controller.cluster.program import ClusterProgram
+from fp8watch.controller.cluster.redis_keys import ACTIVE, LEASE, RUNS, RunKeys
+from fp8watch.controller.cluster.runs import ClusterController
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import NodeFrame, RankLost, Uplink
 
 DEEP = b"\x81\xa1?" + b"\x91" * 5000

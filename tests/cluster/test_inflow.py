@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8watch import wire
-from fp8watch.controller.inflow import Inflow
-from fp8watch.controller.redis_link import RedisLink
+from fp8watch.controller.cluster.inflow import Inflow
+from fp8watch.controller.cluster.redis_link import RedisLink
 from fp8watch.records import Hello, RankLost
 from fp8watch.security.envelope import Envelope, Opener, Sealer, unpack
 from fp8watch.security.keyring import KeyRing

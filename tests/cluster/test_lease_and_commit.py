@@ -11,12 +11,12 @@ import redis as redis_py
 from hand_made import goodbye, hello
 
 from fp8watch import wire
-from fp8watch.controller.cluster import ClusterProgram
-from fp8watch.controller.inflow import Entered, Inflow
-from fp8watch.controller.lease import Lease
-from fp8watch.controller.outbox import Fenced, Interrupted, Outbox
-from fp8watch.controller.redis_keys import GROUP, LEASE, TERM, RunKeys
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.inflow import Entered, Inflow
+from fp8watch.controller.cluster.lease import Lease
+from fp8watch.controller.cluster.outbox import Fenced, Interrupted, Outbox
+from fp8watch.controller.cluster.program import ClusterProgram
+from fp8watch.controller.cluster.redis_keys import GROUP, LEASE, TERM, RunKeys
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import Command, Evaluation, Goodbye, RunRecord
 from fp8watch.security.envelope import Sealer
 

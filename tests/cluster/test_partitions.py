@@ -10,8 +10,8 @@ import isolation
 import pytest
 from cluster_parts import NAN_EVERY, Job, wait_for
 
-from fp8watch.controller.redis_keys import LEASE
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.redis_keys import LEASE
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import Finding, StepFrame
 
 pytestmark = [

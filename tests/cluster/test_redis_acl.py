@@ -13,9 +13,9 @@ from cluster_parts import Cluster, Job, wait_for
 from typer.testing import CliRunner
 
 from fp8watch.cli import build
+from fp8watch.controller.cluster.redis_keys import ACTIVE, DISARM, GROUP, LEASE, NODES, RUNS, TERM, RunKeys
+from fp8watch.controller.cluster.redis_link import connect
 from fp8watch.controller.identity import KINDS
-from fp8watch.controller.redis_keys import ACTIVE, DISARM, GROUP, LEASE, NODES, RUNS, TERM, RunKeys
-from fp8watch.controller.redis_link import connect
 from fp8watch.records import ActionRecord
 
 pytestmark = pytest.mark.redis

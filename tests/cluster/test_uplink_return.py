@@ -10,8 +10,8 @@ import hand_made as make
 import pytest
 
 from fp8watch import wire
-from fp8watch.controller.redis_keys import RunKeys
-from fp8watch.controller.redis_link import connect
+from fp8watch.controller.cluster.redis_keys import RunKeys
+from fp8watch.controller.cluster.redis_link import connect
 from fp8watch.records import Hello, Layout, Uplink
 from fp8watch.security.envelope import Sealer, unpack
 from fp8watch_agent import uplink

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.detect.base import Sample
 from fp8watch.detect.incidents import Incident
 from fp8watch.records import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.records import CheckpointRecord, Finding, Hello, StepFrame
 
 BATCH = 8

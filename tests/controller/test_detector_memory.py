@@ -11,9 +11,9 @@ import pytest
 from fp8watch import columns
 from fp8watch.controller import recollection
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store import Store
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Store
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import DetectorState, Finding, Hello, Layout, StepFrame, TensorColumn
 
 TENSORS = [

@@ -12,9 +12,9 @@ from controller_sim import Box, Signal
 
 from fp8watch.controller import markers
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store import Approval
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Approval
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.detect.base import Sample
 from fp8watch.policy.budgets import refusal
 from fp8watch.records import ActionRecord, CheckpointRecord, Finding, Goodbye, Hello, StepFrame, Stored, Welcome

@@ -7,7 +7,7 @@ from typing import Any
 from controller_sim import ScriptedPipeline
 
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.records import ACTIONS, ActionRecord, Arrival, Command, CommandResult, Goodbye, Hello, Reply, StepFrame
 
 POLICY = """

@@ -9,8 +9,8 @@ import pytest
 from controller_sim import Box
 from test_ladder import Frozen, policy
 
-from fp8watch.controller.store import Approval
-from fp8watch.controller.store_memory import MemoryStore
+from fp8watch.controller.stores.base import Approval
+from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.records import ActionRecord
 from fp8watch.security import KeyRing, Signer, Verifier, approvals
 

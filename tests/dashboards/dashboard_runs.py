@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fp8watch.columns import pack
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.formats import FORMATS
 from fp8watch.records import ActionRecord, Finding, Hello, Layout, RunRecord, StepFrame, TensorColumn
 

@@ -14,7 +14,7 @@ import urllib.request
 import dashboard_runs as runs
 import pytest
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 LAUNCH = [

@@ -17,7 +17,7 @@ import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 import fp8watch_dashboards
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import ActionRecord, Finding, StepFrame
 from fp8watch.transport import endpoint
 from fp8watch_dashboards import places

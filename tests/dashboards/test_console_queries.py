@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8watch.columns import pack, unpack
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import StepFrame
 from fp8watch_dashboards import places, queries, timeline
 from fp8watch_dashboards.headroom import headroom_log2

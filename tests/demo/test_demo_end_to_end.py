@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from fp8watch import wire
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.demo.cli import demo
 from fp8watch.demo.plan import make_plan
 from fp8watch.demo.processes import TrainingProcess

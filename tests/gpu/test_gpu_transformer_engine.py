@@ -164,7 +164,7 @@ def test_attached_and_armed_is_bit_identical_and_never_synchronises(tmp_path: Pa
         results[kind] = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert results["bare"] == results["observe"] == results["auto"]
 
-    from fp8watch.controller.store_sqlite import SqliteStore
+    from fp8watch.controller.stores.sqlite import SqliteStore
     from fp8watch.records import Layout, StepFrame
 
     endpoint = json.loads((tmp_path / ".fp8watch" / "runs" / "te-observe" / "endpoint.json").read_text())

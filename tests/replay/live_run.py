@@ -11,7 +11,7 @@ import numpy as np
 from fp8watch import columns
 from fp8watch.controller import markers
 from fp8watch.controller.service import RunController
-from fp8watch.controller.store import Store
+from fp8watch.controller.stores.base import Store
 from fp8watch.records import (
     ACTIONS,
     CheckpointRecord,

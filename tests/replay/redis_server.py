@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.stores.redis import RedisStore
 
 PROGRAM = "/usr/bin/redis-server" if Path("/usr/bin/redis-server").exists() else "redis-server"
 

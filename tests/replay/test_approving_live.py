@@ -14,7 +14,7 @@ from live_run import LiveRun
 from typer.testing import CliRunner, Result
 
 from fp8watch.cli import build
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import ActionRecord, RunRecord, TraceEntry
 
 APP = build()

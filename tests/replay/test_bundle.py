@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from fp8watch import wire
 from fp8watch.cli import build
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.policy.load import read
 from fp8watch.records import Finding, StepFrame, TraceEntry
 from fp8watch.replay.run import replay

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from fp8watch import columns, wire
 from fp8watch.cli import build
-from fp8watch.controller.cluster import ClusterProgram
-from fp8watch.controller.redis_keys import ACTIVE, RunKeys
-from fp8watch.controller.store import Approval
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.program import ClusterProgram
+from fp8watch.controller.cluster.redis_keys import ACTIVE, RunKeys
+from fp8watch.controller.stores.base import Approval
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import (
     ACTIONS,
     ActionRecord,

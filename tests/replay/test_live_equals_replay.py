@@ -14,8 +14,8 @@ import pytest
 from live_run import LiveRun
 
 from fp8watch import wire
-from fp8watch.controller.store import Approval
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Approval
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.policy.load import load, read
 from fp8watch.records import ActionRecord, Arrival, Finding, StepFrame, TraceEntry
 from fp8watch.replay.reenact import Reenactment, stored_trace

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8watch import columns
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.errors import BadInput, MissingDependency
 from fp8watch.records import Hello, Layout, RunRecord, StepFrame, TensorColumn
 from fp8watch.replay.readers import open_path

@@ -11,8 +11,8 @@ import pytest
 
 from bench import fuzz_wire
 from fp8watch import wire
-from fp8watch.controller.store import Approval, unpack_approval
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Approval, unpack_approval
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.errors import WireError
 from fp8watch.security.envelope import unpack
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8watch import wire
-from fp8watch.controller.store import Approval
+from fp8watch.controller.stores.base import Approval
 from fp8watch.errors import WireError
 from fp8watch.records import Command, LedgerUpdate
 from fp8watch.security import KeyRing, Signer, Verifier, approvals

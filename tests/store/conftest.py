@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis_servers
 
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.stores.redis import RedisStore
 
 
 @pytest.fixture(scope="session")

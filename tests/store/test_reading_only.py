@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import Evaluation
 
 NOBODY = 65534

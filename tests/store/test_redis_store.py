@@ -14,9 +14,9 @@ import redis_servers
 from test_stores import action, finding, frame, run_record
 
 from fp8watch import wire
-from fp8watch.controller import redis_link
-from fp8watch.controller.redis_keys import RunKeys
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster import redis_link
+from fp8watch.controller.cluster.redis_keys import RunKeys
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.errors import BadInput
 from fp8watch.records import Column, Evaluation, Finding, NodeFrame, RunRecord, StepFrame
 from fp8watch.security.envelope import Sealer

@@ -10,9 +10,9 @@ import redis as redis_py
 import tls_servers
 from tls_servers import TlsServer
 
-from fp8watch.controller.redis_link import connect, reason_of
-from fp8watch.controller.store import Approval
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.cluster.redis_link import connect, reason_of
+from fp8watch.controller.stores.base import Approval
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import Evaluation
 
 pytestmark = pytest.mark.redis

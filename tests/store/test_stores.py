@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_servers import REDIS_KINDS
 
-from fp8watch.controller.store import Approval, Store
-from fp8watch.controller.store_memory import MemoryStore
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.base import Approval, Store
+from fp8watch.controller.stores.memory import MemoryStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.errors import BadInput
 from fp8watch.records import ActionRecord, CheckpointRecord, Column, Finding, Hello, RunRecord, StepFrame
 

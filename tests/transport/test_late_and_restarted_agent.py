@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import Finding, Goodbye, Hello, Layout, Message, StepFrame
 from fp8watch.settings import Settings
 from fp8watch.transport import Channel, endpoint

@@ -13,7 +13,7 @@ from fp8watch.records import RunRecord
 from fp8watch.replay.recording import Facts, Recording, Seen
 
 if TYPE_CHECKING:
-    from fp8watch.controller.store_redis import RedisStore
+    from fp8watch.controller.stores.redis import RedisStore
 
 _URL = re.compile(r"(?:redis|rediss|unix|redis\+\w+)://")
 
@@ -25,7 +25,7 @@ def is_url(path: str) -> bool:
 
 def without_secrets(url: str) -> str:
     """The address as it may be printed."""
-    from fp8watch.controller.redis_link import shown
+    from fp8watch.controller.cluster.redis_link import shown
 
     try:
         return shown(url)
@@ -65,8 +65,8 @@ def _steps(url: str, run: str, facts: Facts) -> Callable[[], Iterator[Seen]]:
 
 @contextlib.contextmanager
 def _opened(url: str) -> Iterator[RedisStore]:
-    from fp8watch.controller.redis_link import RedisError
-    from fp8watch.controller.store_redis import RedisStore
+    from fp8watch.controller.cluster.redis_link import RedisError
+    from fp8watch.controller.stores.redis import RedisStore
 
     try:
         with contextlib.closing(RedisStore(url)) as store:

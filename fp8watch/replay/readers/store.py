@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fp8watch.controller.merge import Merger
-from fp8watch.controller.store_sqlite import SqliteStore
+from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
 from fp8watch.records import Layout, RunRecord, StepFrame

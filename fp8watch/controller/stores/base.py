@@ -1,4 +1,4 @@
-"""The store's seam: few methods, several engines behind it (`sqlite`, later `redis`), one test suite for all."""
+"""The store's seam: few methods, several engines behind it (SQLite, Redis, memory), one test suite for all."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fp8watch import wire
 from fp8watch.controller.identity import KINDS, key_of, step_of
-from fp8watch.controller.store import Approval, R, unpack_approval
+from fp8watch.controller.stores.base import Approval, R, unpack_approval
 from fp8watch.errors import BadInput, WireError
 from fp8watch.records import RunRecord, StepFrame, Stored
 

@@ -6,9 +6,9 @@ import logging
 from collections import Counter
 
 from fp8watch import __version__, wire
-from fp8watch.controller import memory
+from fp8watch.controller.cluster import memory
+from fp8watch.controller.cluster.node_merge import NodeMerger
 from fp8watch.controller.inbox import Inbox
-from fp8watch.controller.node_merge import NodeMerger
 from fp8watch.controller.run import RunPilot
 from fp8watch.controller.service import RunController
 from fp8watch.errors import WireError

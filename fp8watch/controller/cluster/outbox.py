@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8watch import wire
+from fp8watch.controller.cluster.redis_keys import ACTIVE, GROUP, RUNS, RunKeys
+from fp8watch.controller.cluster.redis_link import RedisError
 from fp8watch.controller.identity import key_of, step_of
-from fp8watch.controller.redis_keys import ACTIVE, GROUP, RUNS, RunKeys
-from fp8watch.controller.redis_link import RedisError
-from fp8watch.controller.store import Approval, R
-from fp8watch.controller.store_redis import RedisStore, Write
+from fp8watch.controller.stores.base import Approval, R
+from fp8watch.controller.stores.redis import RedisStore, Write
 from fp8watch.records import Command, LedgerUpdate, Reply, RunRecord, StepFrame, Stored
 
 COMMANDS_KEPT = 10_000

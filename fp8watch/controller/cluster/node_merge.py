@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from fp8watch import columns
 from fp8watch.controller import merge
+from fp8watch.controller.cluster.node_frames import OF_RANKS, OWN, PRECISION_CHECKSUM, SCALE_CHECKSUM, SUMS
 from fp8watch.controller.merge import Merger
-from fp8watch.controller.node_frames import OF_RANKS, OWN, PRECISION_CHECKSUM, SCALE_CHECKSUM, SUMS
 from fp8watch.detect.base import Sample
 from fp8watch.errors import WireError
 from fp8watch.records import Layout, NodeFrame, StepFrame, TensorColumn

@@ -1,8 +1,8 @@
 """Which controller decides: a lease in Redis, renewed while its holder works, with a term that only ever grows.
 
-The term is the fencing token. It goes into every commit (`fp8watch.controller.outbox`), and Redis refuses one of an
-older term: a holder that was frozen past its lease can write nothing when it wakes. Besides, a holder steps down by
-its own monotonic clock when it could not renew in time.
+The term is the fencing token. It goes into every commit (`fp8watch.controller.cluster.outbox`), and Redis refuses one
+of an older term: a holder that was frozen past its lease can write nothing when it wakes. Besides, a holder steps down
+by its own monotonic clock when it could not renew in time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fp8watch.controller.redis_keys import LEASE, TERM
-from fp8watch.controller.redis_link import RedisLink
+from fp8watch.controller.cluster.redis_keys import LEASE, TERM
+from fp8watch.controller.cluster.redis_link import RedisLink
 
 MAX_OTHERS = 10
 """Times our own length: what a lease of another has left at most. Its end is a time of day, and if the clock of Redis'

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from fp8watch.controller.identity import KINDS, key_of, step_of
-from fp8watch.controller.store import Approval, R
+from fp8watch.controller.stores.base import Approval, R
 from fp8watch.records import DetectorState, RunRecord, StepFrame, Stored
 
 MAX_FRAMES = 4096

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fp8watch import __version__
-from fp8watch.controller.cluster import ClusterProgram
+from fp8watch.controller.cluster.program import ClusterProgram
 from fp8watch.controller.open_findings import Open
 from fp8watch.errors import MissingDependency
 from fp8watch.metrics import BY_NAME, PREFIX

@@ -19,15 +19,15 @@ from typing import Any
 
 import msgspec
 
-from fp8watch.controller import redis_keys
-from fp8watch.controller.cluster_run import ClusterController
-from fp8watch.controller.inflow import Entered, Inflow
-from fp8watch.controller.lease import Lease
+from fp8watch.controller.cluster import redis_keys
+from fp8watch.controller.cluster.inflow import Entered, Inflow
+from fp8watch.controller.cluster.lease import Lease
+from fp8watch.controller.cluster.outbox import Fenced, Interrupted, Outbox
+from fp8watch.controller.cluster.redis_keys import RunKeys
+from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, reason_of
+from fp8watch.controller.cluster.runs import ClusterController
 from fp8watch.controller.open_findings import Open
-from fp8watch.controller.outbox import Fenced, Interrupted, Outbox
-from fp8watch.controller.redis_keys import RunKeys
-from fp8watch.controller.redis_link import RedisError, RedisLink, reason_of
-from fp8watch.controller.store_redis import RedisStore
+from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import Goodbye, Hello, Layout, Mode, NodeFrame, RankLost, Stored
 from fp8watch.security import KeyRing, Signer
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8watch import wire
-from fp8watch.controller.redis_keys import GROUP, RunKeys
-from fp8watch.controller.redis_link import BLOCK_MS, RedisLink, ResponseError
+from fp8watch.controller.cluster.redis_keys import GROUP, RunKeys
+from fp8watch.controller.cluster.redis_link import BLOCK_MS, RedisLink, ResponseError
 from fp8watch.errors import WireError
 from fp8watch.records import Uplink
 from fp8watch.security.envelope import Opener, Repeated, unpack

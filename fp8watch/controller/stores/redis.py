@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fp8watch import wire
-from fp8watch.controller import node_frames
+from fp8watch.controller.cluster import node_frames
+from fp8watch.controller.cluster.redis_keys import RUNS, RunKeys
+from fp8watch.controller.cluster.redis_link import RedisLink, connect
 from fp8watch.controller.identity import KINDS, key_of, step_of
-from fp8watch.controller.redis_keys import RUNS, RunKeys
-from fp8watch.controller.redis_link import RedisLink, connect
-from fp8watch.controller.store import Approval, R, unpack_approval
+from fp8watch.controller.stores.base import Approval, R, unpack_approval
 from fp8watch.errors import WireError
 from fp8watch.records import Layout, NodeFrame, RunRecord, StepFrame, Stored
 from fp8watch.security.envelope import Opener, unpack

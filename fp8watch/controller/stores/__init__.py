@@ -1,0 +1,1 @@
+"""Where runs are kept: one seam of few methods, several engines behind it."""
