@@ -26,6 +26,8 @@ class _Order:
     """The parameters, checked."""
 
     manager: CheckpointManager
+    onset_step: int | None
+    """First step that the fault touched, where it was told."""
     skip_batches: int
     allow_without_data: bool
     changes: list[tuple[Action, dict[str, Any]]]
@@ -93,19 +95,18 @@ class Rollback:
                 said = "; ".join([*refused.values(), why or "another rank cannot go back to it"])
                 raise ActionError(said) if target is None and not refused else CheckpointError(said)
             refused[target.checkpoint] = why or f"{target.checkpoint}: damaged where another rank reads it"
-            target, why = self._next(order.manager, target, refused)
+            target, why = self._next(order, target, refused)
 
     def drop_choice(self) -> None:
         """See `fp8watch.actions.joint.Choosing`."""
         self._chosen = None
 
     @staticmethod
-    def _next(
-        manager: CheckpointManager, target: CheckpointRecord, refused: dict[str, str]
-    ) -> tuple[CheckpointRecord | None, str]:
+    def _next(order: _Order, target: CheckpointRecord, refused: dict[str, str]) -> tuple[CheckpointRecord | None, str]:
         try:
-            manager.refuse(target.checkpoint, refused[target.checkpoint])
-            return manager.next_older(target, refused), "no older one is intact"
+            order.manager.refuse(target.checkpoint, refused[target.checkpoint])
+            found = order.manager.next_best(target, refused, onset_step=order.onset_step)
+            return found, "no other one from before the onset is intact"
         except Exception as error:
             return None, str(error)
 
@@ -127,12 +128,13 @@ class Rollback:
         manager = self._context.checkpoints
         if manager is None:
             raise ActionError("attach got no checkpoints=")
-        if params.get("checkpoint") is None:
-            read.whole(params, "onset_step")
+        onset = None
+        if params.get("checkpoint") is None or params.get("onset_step") is not None:
+            onset = read.whole(params, "onset_step")
         without_data = read.flag(params, "allow_without_data") or params.get("if_data_position_missing") == "accept"
         return _Order(
-            manager=manager, skip_batches=read.whole(params, "skip_batches", 0), allow_without_data=without_data,
-            changes=self._changes(params), setting=self._setting(params),
+            manager=manager, onset_step=onset, skip_batches=read.whole(params, "skip_batches", 0),
+            allow_without_data=without_data, changes=self._changes(params), setting=self._setting(params),
         )  # fmt: skip
 
     def _setting(self, params: dict[str, Any]) -> str:

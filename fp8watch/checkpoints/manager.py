@@ -330,14 +330,17 @@ class CheckpointManager:
             except CheckpointError as error:
                 refused[record.checkpoint] = str(error)
                 self.refuse(record.checkpoint, str(error))
-                record = self.next_older(record, refused) if fall_back else None
+                record = self.next_best(record, refused) if fall_back else None
             else:
                 return self.put_back(loaded, skip_batches=skip_batches, refused=refused)
         raise CheckpointError("; ".join(refused.values()) + "; no older one is intact")
 
-    def next_older(self, record: CheckpointRecord, refused: dict[str, str]) -> CheckpointRecord | None:
-        """What takes the place of one that is damaged."""
-        return rollback_target(self.records(), record.step, exclude=list(refused))
+    def next_best(
+        self, record: CheckpointRecord, refused: dict[str, str], *, onset_step: int | None = None
+    ) -> CheckpointRecord | None:
+        """What takes the place of one that is damaged: an older one, or with the onset any from before it."""
+        before = record.step if onset_step is None else max(record.step, onset_step)
+        return rollback_target(self.records(), before, exclude=list(refused))
 
     def was_made_before(self, checkpoint: str, *, skip_batches: int, setting: str) -> bool:
         """Whether the run has gone back to it already, to replay the same batches under the same setting."""

@@ -20,6 +20,8 @@ def command(
     """Let nothing act from the next step boundary on. What all ranks have already agreed on is still applied."""
     from fp8watch.controller import markers
 
+    if every and run is not None:
+        raise typer.BadParameter(f"either --all or {run!r}", param_hint="RUN")
     home = stores.folder(directory)
     name = None if every else stores.find(home, run).record.run
     what = "all runs" if name is None else name

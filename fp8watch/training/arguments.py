@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.settings import Settings
@@ -103,6 +104,8 @@ def _scaler(value: Any) -> str | None:
 
 
 def _mesh(value: Any) -> str | None:
+    if dist.is_available() and type(value) is int and value == dist.GroupMember.NON_GROUP_MEMBER:
+        return None  # what `new_group` gives a rank outside of it
     is_none = isinstance(value, (*_PLAIN, type)) or (callable(value) and not hasattr(value, "__len__"))
     return f"a device mesh or process groups are wanted, got {shown(value)}" if is_none else None
 

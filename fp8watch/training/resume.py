@@ -1,7 +1,7 @@
 """Where a run goes on after a start: the newest checkpoint that every rank finds sound.
 
-Alone, the manager falls back by itself. Of several ranks the first proposes, all read what they need of it and say
-whether it is sound, and only then all overwrite. A rank that fails at that raises on all of them.
+Whatever its label, the newest sound one is taken. Of several ranks the first proposes, all read what they need of it
+and say whether it is sound, and only then all overwrite. A rank that fails at that raises on all of them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,22 @@ class Resumed:
 
 def resume_alone(manager: CheckpointManager, attempt: int) -> Resumed | None:
     """One process. None: there is no checkpoint. Raises `CheckpointError`, with nothing overwritten."""
-    record = manager.resume_target()
-    if record is None:
-        if manager.records():
-            raise CheckpointError(f"every checkpoint in {manager.root} is tainted; remove them to start afresh")
-        return None
-    report = manager.restore(record.checkpoint, allow_without_data=True)
-    return Resumed(report=report, record=manager.ledger.find(report.checkpoint), attempt=attempt)
+    refused: dict[str, str] = {}
+    while (record := manager.resume_target()) is not None and record.checkpoint not in refused:
+        try:
+            loaded = manager.load(record.checkpoint, allow_without_data=True)
+        except Unfit:  # sound, and of another model: an older one would be too
+            raise
+        except CheckpointError as error:
+            refused[record.checkpoint] = str(error)
+            manager.refuse(record.checkpoint, str(error))
+            continue
+        report = manager.put_back(loaded, skip_batches=0, refused=refused)
+        return Resumed(report=report, record=record, attempt=attempt)
+    if refused or manager.records():
+        said = f"no checkpoint in {manager.root} is usable; remove them to start afresh"
+        raise CheckpointError("; ".join([*refused.values(), said]))
+    return None
 
 
 def resume_together(manager: CheckpointManager, peers: Peers, attempt: int, seconds: float) -> Resumed | None:

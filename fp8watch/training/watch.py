@@ -113,6 +113,9 @@ class Watch:
         else:
             found = resume_together(manager, session.peers, session.attempt, session.agreement_seconds)
         if found is None:
+            session.note(
+                f"resume: there is no checkpoint in {manager.root}; training begins at step {self.global_step}"
+            )
             return self.global_step
         report = found.report
         for text in report.notes:

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fp8watch.detect.base import Sample
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.records import Finding, TensorColumn
+from fp8watch.training import arguments
 from fp8watch.training.agreement.groups import RankGroups, read_groups
 from fp8watch.training.agreement.rounds import pack_verdict, read_norms
 
@@ -34,6 +35,17 @@ def mesh(names: tuple[str, ...] | None, *sizes: int) -> Any:
 
 def test_without_a_mesh_nothing_is_known() -> None:
     assert read_groups(None) == RankGroups()
+
+
+def test_a_rank_outside_of_the_group_is_alone(rank_five: None) -> None:
+    outside = dist.new_group([2, 3])
+    assert read_groups(outside) == RankGroups()
+    assert read_groups({"tp": outside}) == RankGroups()
+    assert arguments._mesh(outside) is None
+
+
+def test_a_mesh_of_two_dimensions_is_no_group(rank_five: None) -> None:
+    assert "mesh= is not used" in read_groups({"tp": mesh(None, 2, 4)}).remark
 
 
 def test_a_mesh_outside_of_a_job_is_said_not_to_be_used() -> None:

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 from fp8watch.checkpoints import manifest
 from fp8watch.checkpoints.restore import PartlyRestored
 from fp8watch.errors import CheckpointError
+from fp8watch.training.resume import resume_alone
 
 
 def path_of(run: PlainRun, checkpoint: str) -> Path:
@@ -236,3 +237,40 @@ def test_what_cannot_be_stored_is_named_when_it_is_saved(tmp_path: Path) -> None
         run.save()
     assert run.manager.records() == []
     run.step()
+
+
+def test_a_start_goes_on_from_the_newest_that_is_sound_whatever_its_label(tmp_path: Path) -> None:
+    run = PlainRun(tmp_path)
+    names = []
+    for _ in range(3):
+        run.run(2)
+        names.append(run.save())
+    run.manager.label(names[0], "good")
+    for name in (names[0], names[2]):
+        file = path_of(run, name) / "model.pt"
+        file.write_bytes(file.read_bytes()[:-5])
+    found = resume_alone(run.manager, 3)
+    assert found is not None
+    assert (found.report.checkpoint, found.report.step, found.attempt) == (names[1], 4, 3)
+    assert list(found.report.refused) == [names[2]]
+    file = path_of(run, names[1]) / "model.pt"
+    file.write_bytes(file.read_bytes()[:-5])
+    before = run.bits()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is usable"):
+        resume_alone(run.manager, 3)
+    assert run.bits() == before
+
+
+def test_a_candidate_from_before_the_onset_takes_the_place_of_a_damaged_good_one(tmp_path: Path) -> None:
+    run = PlainRun(tmp_path)
+    names = []
+    for _ in range(3):
+        run.run(2)
+        names.append(run.save())
+    run.manager.label(names[0], "good")
+    damaged = run.manager.ledger.find(names[0])
+    refused = {names[0]: "damaged"}
+    found = run.manager.next_best(damaged, refused, onset_step=5)
+    assert found is not None
+    assert found.checkpoint == names[1]
+    assert run.manager.next_best(damaged, refused) is None

@@ -50,13 +50,18 @@ def read_groups(mesh: Any) -> RankGroups:
         return ALONE
     if not dist.is_available() or not dist.is_initialized():
         return RankGroups(remark="mesh= is not used: torch.distributed is not initialised")
-    if isinstance(mesh, Mapping):
-        return _of_named(mesh)
-    if isinstance(mesh, dist.ProcessGroup):
-        return RankGroups(tensor=_shared(_ranks(mesh)))
-    if not isinstance(mesh, DeviceMesh):
-        return RankGroups(remark=f"mesh= is not used: {WANTED}, got {type(mesh).__name__}")
-    return _of_mesh(mesh)
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives a rank outside of it
+        return ALONE
+    try:
+        if isinstance(mesh, Mapping):
+            return _of_named(mesh)
+        if isinstance(mesh, dist.ProcessGroup):
+            return RankGroups(tensor=_shared(_ranks(mesh)))
+        if not isinstance(mesh, DeviceMesh):
+            return RankGroups(remark=f"mesh= is not used: {WANTED}, got {type(mesh).__name__}")
+        return _of_mesh(mesh)
+    except (RuntimeError, ValueError) as error:  # slices and groups that torch does not give
+        return RankGroups(remark=f"mesh= is not used: {error}")
 
 
 def _of_mesh(mesh: DeviceMesh) -> RankGroups:
