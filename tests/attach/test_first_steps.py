@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -17,19 +18,26 @@ from fp8watch.transport.process import AgentProcess
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """The background process takes a second longer to start, as it does on a busy machine."""
-    start = AgentProcess.start
-
-    def start_late(process: AgentProcess) -> None:
-        time.sleep(1.0)  # on the transport thread
-        start(process)
-
-    monkeypatch.setattr(AgentProcess, "start", start_late)
+def settings(tmp_path: Path) -> Settings:
     return Settings(dir=tmp_path / "fp8watch", metrics_port=0, report=False)
 
 
-def test_a_fault_in_the_third_step_is_found_in_the_third_step(trainer: Trainer, settings: Settings) -> None:
+@pytest.fixture
+def may_start(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The background process starts no sooner than this is set, as on a busy machine."""
+    start, event = AgentProcess.start, threading.Event()
+
+    def start_late(process: AgentProcess) -> None:
+        event.wait(60.0)  # on the transport thread
+        start(process)
+
+    monkeypatch.setattr(AgentProcess, "start", start_late)
+    return event
+
+
+def test_a_fault_in_the_third_step_is_found_in_the_third_step(
+    trainer: Trainer, settings: Settings, may_start: threading.Event
+) -> None:
     watch = fp8watch.attach(trainer.model, trainer.optimizer, run="r", settings=settings)
     trainer.steps(watch, 2)
     inputs, trainer.inputs = trainer.inputs, torch.full_like(trainer.inputs, torch.nan)
@@ -41,6 +49,7 @@ def test_a_fault_in_the_third_step_is_found_in_the_third_step(trainer: Trainer, 
             parameter.copy_(kept)
     trainer.steps(watch, 27)
     assert not watch._session.uplink._channel.is_connected, "training has run ahead of the process"
+    may_start.set()
     watch.detach()
     path = settings.dir / "runs" / "r" / "store.sqlite"
     assert stored_steps(path, "r", 30) == list(range(1, 31))
@@ -50,7 +59,10 @@ def test_a_fault_in_the_third_step_is_found_in_the_third_step(trainer: Trainer, 
     assert [(finding.step, finding.onset_step) for finding in found] == [(3, 3)]
 
 
-def test_a_policy_that_acts_begins_with_somebody_to_act(trainer: Trainer, settings: Settings) -> None:
+def test_a_policy_that_acts_begins_with_somebody_to_act(
+    trainer: Trainer, settings: Settings, may_start: threading.Event
+) -> None:
+    threading.Timer(1.0, may_start.set).start()
     watch = fp8watch.attach(trainer.model, trainer.optimizer, run="r", settings=settings, policy="auto")
     assert watch._session.uplink._channel.is_connected
     assert watch.global_step == 0
