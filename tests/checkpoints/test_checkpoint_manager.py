@@ -130,12 +130,18 @@ def test_damage_is_refused_before_anything_is_overwritten(tmp_path: Path, file: 
     assert run.manager.newest_usable() is None
 
 
-def test_the_next_older_good_one_takes_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+def saved_thrice(tmp_path: Path) -> tuple[PlainRun, list[str]]:
+    """A run with checkpoints of steps 2, 4 and 6, and their names."""
     run = PlainRun(tmp_path)
     names = []
     for _ in range(3):
         run.run(2)
         names.append(run.save())
+    return run, names
+
+
+def test_the_next_older_good_one_takes_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+    run, names = saved_thrice(tmp_path)
     run.manager.label(names[0], "good")
     run.manager.label(names[1], "tainted", "loss spike")
     file = path_of(run, names[2]) / "model.pt"
@@ -240,11 +246,7 @@ def test_what_cannot_be_stored_is_named_when_it_is_saved(tmp_path: Path) -> None
 
 
 def test_a_start_goes_on_from_the_newest_that_is_sound_whatever_its_label(tmp_path: Path) -> None:
-    run = PlainRun(tmp_path)
-    names = []
-    for _ in range(3):
-        run.run(2)
-        names.append(run.save())
+    run, names = saved_thrice(tmp_path)
     run.manager.label(names[0], "good")
     for name in (names[0], names[2]):
         file = path_of(run, name) / "model.pt"
@@ -262,11 +264,7 @@ def test_a_start_goes_on_from_the_newest_that_is_sound_whatever_its_label(tmp_pa
 
 
 def test_a_candidate_from_before_the_onset_takes_the_place_of_a_damaged_good_one(tmp_path: Path) -> None:
-    run = PlainRun(tmp_path)
-    names = []
-    for _ in range(3):
-        run.run(2)
-        names.append(run.save())
+    run, names = saved_thrice(tmp_path)
     run.manager.label(names[0], "good")
     damaged = run.manager.ledger.find(names[0])
     refused = {names[0]: "damaged"}
