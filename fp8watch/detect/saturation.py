@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
-from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved, observed, table_of
+from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved, observed, share_of, table_of
 
 WINDOW = 8
 """Steps looked back on."""
@@ -88,11 +88,8 @@ class Saturation:
         return state, [self._symptom(state, sample, worst_first, depth, share, bool(act.any()))]
 
     def _share(self, sample: Sample, high: Array) -> Array | None:
-        saturated, quantized = observed(sample, "saturated"), observed(sample, "quantized")
-        if saturated is None or quantized is None:
-            return None
-        usable = saturated[1] & quantized[1] & (quantized[0] > 0) & ~high
-        return np.where(usable, saturated[0] / np.maximum(quantized[0], 1), np.nan)
+        counted = share_of(sample, "saturated", high)
+        return None if counted is None else np.where(counted[1], counted[0], np.nan)
 
     def _symptom(
         self, state: SaturationState, sample: Sample, order: list[int], depth: Array, share: Array | None, is_act: bool

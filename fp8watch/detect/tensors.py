@@ -78,6 +78,16 @@ def observed(sample: Sample, name: str) -> tuple[Array, Array] | None:
     return values.astype(np.float64), mask
 
 
+def share_of(sample: Sample, name: str, high: Array) -> tuple[Array, Array] | None:
+    """[num_tensors] share of a tensor's quantized elements that column `name` counts, and where it is known (0 where
+    not); None on steps that count nothing. `high`: see `high_precision`."""
+    counted, quantized = observed(sample, name), observed(sample, "quantized")
+    if counted is None or quantized is None:
+        return None
+    usable = counted[1] & quantized[1] & (quantized[0] > 0) & ~high
+    return np.where(usable, counted[0] / np.maximum(quantized[0], 1), 0.0), usable
+
+
 def high_precision(sample: Sample) -> Array:
     """[num_tensors] True where the module ran in BF16 in this step."""
     flags = sample.values.get("high_precision")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
-from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved, observed, table_of
+from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved, observed, share_of, table_of
 
 WINDOW = 32
 """Ordinary sampled steps that make a tensor's baseline."""
@@ -67,17 +67,16 @@ class Underflow:
 
     def update(self, state: UnderflowState, sample: Sample) -> tuple[UnderflowState, list[Symptom]]:
         """Look at one sampled step; others pass."""
-        lost, quantized = observed(sample, "underflowed"), observed(sample, "quantized")
-        if lost is None or quantized is None:
+        counted = share_of(sample, "underflowed", high_precision(sample))
+        if counted is None:
             return state, []
+        share, usable = counted
         table = table_of(sample)
         order = moved(table.names, state.ordinary.names)
         if order is not None:
             state.over, state.hurt = carried(state.over, order, 0), carried(state.hurt, order, 0)
             state.onset = carried(state.onset, order, 0)
         state.ordinary.follow(table.names, WINDOW)
-        usable = lost[1] & quantized[1] & (quantized[0] > 0) & ~high_precision(sample)
-        share = np.where(usable, lost[0] / np.maximum(quantized[0], 1), 0.0)
         has_past = state.ordinary.held >= MIN_BASELINE
         median = np.nan_to_num(state.ordinary.median(np.arange(len(share))))
         lost_db = self._lost_db(state, sample, table.names)

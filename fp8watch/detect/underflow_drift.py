@@ -20,7 +20,7 @@ import numpy as np
 from fp8watch.detect.amax_drift import MIN_PEERS
 from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.drift import SCALES, Trends
-from fp8watch.detect.tensors import Array, Table, carried, high_precision, moved, observed, table_of
+from fp8watch.detect.tensors import Array, Table, carried, high_precision, moved, observed, share_of, table_of
 from fp8watch.detect.underflow import ACT_LOSS_DB, ACT_RATIO, TIMES, WARN_RATIO
 
 SMALLEST = 1e-4
@@ -60,17 +60,16 @@ class UnderflowDrift:
 
     def update(self, state: UnderflowDriftState, sample: Sample) -> tuple[UnderflowDriftState, list[Symptom]]:
         """Look at one sampled step, others pass; verdicts change when a block ends."""
-        lost, quantized = observed(sample, "underflowed"), observed(sample, "quantized")
-        if lost is None or quantized is None:
+        counted = share_of(sample, "underflowed", high_precision(sample))
+        if counted is None:
             return state, []
+        share, usable = counted
         table = table_of(sample)
         order = moved(table.names, state.shares.names)
         if order is not None:
             state.excess, state.lost_db = carried(state.excess, order, 0), carried(state.lost_db, order, np.nan)
         state.shares.follow(table.names)
         state.ratios.follow(table.names)
-        usable = lost[1] & quantized[1] & (quantized[0] > 0) & ~high_precision(sample)
-        share = np.where(usable, lost[0] / np.maximum(quantized[0], 1), 0.0)
         snr = observed(sample, "snr")
         known = usable & snr[1] & np.isfinite(snr[0]) if snr is not None else np.zeros(len(usable), dtype=np.bool_)
         state.ratios.push(np.where(known, 0.0 if snr is None else snr[0], 0.0) / DB_A_BIT, known, sample.step)
