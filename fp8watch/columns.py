@@ -41,6 +41,15 @@ def validity_bitmap(valid: npt.NDArray[np.bool_]) -> bytes | None:
     return None if found == _all_set(len(valid)) else found
 
 
+def spread(
+    values: npt.NDArray[Any], valid: npt.NDArray[np.bool_], spots: npt.NDArray[np.intp], size: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    """[size] with `values` and their validity at `spots`, nothing observed elsewhere."""
+    wide, known = np.zeros(size, dtype=values.dtype), np.zeros(size, dtype=np.bool_)
+    wide[spots], known[spots] = values, valid
+    return wide, known
+
+
 def unpack(column: Column) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
     """The values and which of them were observed, both of the column's length.
 

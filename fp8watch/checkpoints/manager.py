@@ -310,13 +310,15 @@ class CheckpointManager:
         skip_batches: int = 0,
         allow_without_data: bool = False,
         fall_back: bool = True,
+        following: Callable[[CheckpointRecord, dict[str, str]], CheckpointRecord | None] | None = None,
         is_quick: bool = False,
     ) -> RestoreReport:
         """Bring this process alone back to a checkpoint, in place; what was restored.
 
-        A damaged checkpoint is marked tainted, and the next older one of the same or a better label takes its
-        place if `fall_back`. Raises `CheckpointError` with nothing overwritten: unknown, tainted or pending id,
-        nothing intact left, parts that do not fit, or no data position without `allow_without_data`.
+        A damaged checkpoint is marked tainted, and if `fall_back` another takes its place: the next older one of the
+        same or a better label, or what `following` (damaged, all refused so far) chooses. Raises `CheckpointError`
+        with nothing overwritten: unknown, tainted or pending id, nothing intact left, parts that do not fit, or no
+        data position without `allow_without_data`.
         """
         if skip_batches < 0:
             raise CheckpointError(f"skip_batches is {skip_batches}; it cannot be negative")
@@ -330,7 +332,7 @@ class CheckpointManager:
             except CheckpointError as error:
                 refused[record.checkpoint] = str(error)
                 self.refuse(record.checkpoint, str(error))
-                record = self.next_best(record, refused) if fall_back else None
+                record = (following or self.next_best)(record, refused) if fall_back else None
             else:
                 return self.put_back(loaded, skip_batches=skip_batches, refused=refused)
         raise CheckpointError("; ".join(refused.values()) + "; no older one is intact")

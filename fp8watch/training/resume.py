@@ -38,22 +38,19 @@ class Resumed:
 
 def resume_alone(manager: CheckpointManager, attempt: int) -> Resumed | None:
     """One process. None: there is no checkpoint. Raises `CheckpointError`, with nothing overwritten."""
-    refused: dict[str, str] = {}
-    while (record := manager.resume_target()) is not None and record.checkpoint not in refused:
-        try:
-            loaded = manager.load(record.checkpoint, allow_without_data=True)
-        except Unfit:  # sound, and of another model: an older one would be too
-            raise
-        except CheckpointError as error:
-            refused[record.checkpoint] = str(error)
-            manager.refuse(record.checkpoint, str(error))
-            continue
-        report = manager.put_back(loaded, skip_batches=0, refused=refused)
-        return Resumed(report=report, record=record, attempt=attempt)
-    if refused or manager.records():
-        said = f"no checkpoint in {manager.root} is usable; remove them to start afresh"
-        raise CheckpointError("; ".join([*refused.values(), said]))
-    return None
+    if not manager.records():
+        return None
+
+    def newest(refused: dict[str, str]) -> CheckpointRecord:
+        found = manager.resume_target()
+        if found is None or found.checkpoint in refused:
+            said = f"no checkpoint in {manager.root} is usable; remove them to start afresh"
+            raise CheckpointError("; ".join([*refused.values(), said]))
+        return found
+
+    first = newest({})
+    report = manager.restore(first.checkpoint, allow_without_data=True, following=lambda _, refused: newest(refused))
+    return Resumed(report=report, record=manager.ledger.find(report.checkpoint), attempt=attempt)
 
 
 def resume_together(manager: CheckpointManager, peers: Peers, attempt: int, seconds: float) -> Resumed | None:

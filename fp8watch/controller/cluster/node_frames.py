@@ -133,9 +133,7 @@ def _stack(frames: list[StepFrame], layout: NodeLayout, name: str, size: int) ->
         if len(values) != len(spots):
             raise WireError(f"column {name} has {len(values)} values, its layout {len(spots)}")
         if len(spots) != size or not is_straight:
-            spread, known = np.zeros(size, dtype=values.dtype), np.zeros(size, dtype=np.bool_)
-            spread[spots], known[spots] = values, valid
-            values, valid = spread, known
+            values, valid = columns.spread(values, valid, spots, size)
         rows.append(values)
         masks.append(valid)
         ranks.append(position)

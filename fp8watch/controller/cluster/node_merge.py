@@ -206,9 +206,7 @@ class NodeMerger(Merger):
                 continue
             spots = self._spots[order.digest]
             if spots is not None:
-                spread, known = np.zeros(size, dtype=row.dtype), np.zeros(size, dtype=np.bool_)
-                spread[spots], known[spots] = row, mask
-                row, mask = spread, known
+                row, mask = columns.spread(row, mask, spots, size)
             rows.append(row)
             masks.append(mask)
             nodes.append(frame)
