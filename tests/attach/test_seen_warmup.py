@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from watched_training import command
@@ -56,16 +57,19 @@ def test_the_controller_is_told_when_a_warm_up_is_seen_and_when_it_has_ended(tra
     assert warmups(channel) == [(None, True), (WARMUP, False)]
 
 
-def test_a_policy_takes_the_rung_while_a_warm_up_is_seen_and_not_where_none_is_known():
-    text = (
-        "version: 1\nrules: [{name: n, when: {detector: loss_spike}, ladder: [{action: lengthen_warmup, stretch: 3}]}]"
-    )
-    policy = parse(text, "here")
-    (rung,) = policy.rules[0].ladder
+def rung_and_trouble(detector: str, rung: str) -> tuple[Any, Any, Trouble]:
+    """A policy of one rule with one rung, that rung, and an incident that the rule is for."""
+    policy = parse(f"version: 1\nrules: [{{name: n, when: {{detector: {detector}}}, ladder: [{rung}]}}]", "here")
+    (only,) = policy.rules[0].ladder
     trouble = Trouble(
-        incident="i", detector="loss_spike", cause="optimisation", severity="act", onset_step=50, first_step=50,
+        incident="i", detector=detector, cause="optimisation", severity="act", onset_step=50, first_step=50,
         last_seen_step=52,
     )  # fmt: skip
+    return policy, only, trouble
+
+
+def test_a_policy_takes_the_rung_while_a_warm_up_is_seen_and_not_where_none_is_known():
+    policy, rung, trouble = rung_and_trouble("loss_spike", "{action: lengthen_warmup, stretch: 3}")
     view = {"run": "r", "step": 52, "seen": 52}
     params, how = fill(policy, PolicyState(), View(**view, is_warming_up=True), rung, trouble)
     assert (params, "not known" in how) == ({"stretch": 3.0}, True)
@@ -74,14 +78,6 @@ def test_a_policy_takes_the_rung_while_a_warm_up_is_seen_and_not_where_none_is_k
 
 
 def test_a_limit_for_single_tensors_comes_from_the_policy_as_it_is():
-    text = (
-        "version: 1\nrules: [{name: n, when: {detector: grad_spike}, ladder: [{action: tighten_clip, per_tensor: 2}]}]"
-    )
-    policy = parse(text, "here")
-    (rung,) = policy.rules[0].ladder
-    trouble = Trouble(
-        incident="i", detector="grad_spike", cause="optimisation", severity="act", onset_step=50, first_step=50,
-        last_seen_step=52,
-    )  # fmt: skip
+    policy, rung, trouble = rung_and_trouble("grad_spike", "{action: tighten_clip, per_tensor: 2}")
     params, _ = fill(policy, PolicyState(), View(run="r", step=52, seen=52), rung, trouble)
     assert params == {"per_tensor": 2.0}

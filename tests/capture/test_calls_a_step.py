@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_transport import keep_messages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
@@ -19,31 +20,9 @@ from step_cost import Calls, Training, attach, count
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 
 
-class Nobody:
-    """A transport that takes everything."""
-
-    def __init__(self, **_: Any) -> None: ...
-
-    def send(self, message: Any) -> bool:
-        return True
-
-    def take(self) -> list[Any]:
-        return []
-
-    def notes(self) -> list[str]:
-        return []
-
-    def set_preamble(self, messages: Any) -> None: ...
-
-    def await_agent(self, timeout_seconds: float) -> bool:
-        return True
-
-    def close(self, timeout_seconds: float) -> None: ...
-
-
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("fp8watch.training.assemble.Channel", Nobody)
+    keep_messages(monkeypatch)
     for name in ("SHADOW_EVERY", "WHAT_IF_EVERY"):
         monkeypatch.setenv(f"FP8WATCH_{name}", "0")
     monkeypatch.setenv("FP8WATCH_STATISTICS_EVERY", "1000000")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_transport import keep_messages
 from torch import nn
 
 import fp8watch.training.attachment as attachment
@@ -46,34 +47,9 @@ def test_every_place_is_named_once() -> None:  # case: HOK-05, HOK-21
     assert aliases(ring) == {"weight": ["alias.0"]}
 
 
-class Kept:
-    """A transport that keeps what it is given."""
-
-    def __init__(self, **_: Any) -> None:
-        self.messages: list[Any] = []
-
-    def send(self, message: Any) -> bool:
-        self.messages.append(message)
-        return True
-
-    def take(self) -> list[Any]:
-        return []
-
-    def notes(self) -> list[str]:
-        return []
-
-    def set_preamble(self, messages: Any) -> None:
-        self.messages += messages
-
-    def await_agent(self, timeout_seconds: float) -> bool:
-        return True
-
-    def close(self, timeout_seconds: float) -> None: ...
-
-
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("fp8watch.training.assemble.Channel", Kept)
+    keep_messages(monkeypatch)
     model = Shared()
     convert(model)
     model.unused = nn.Linear(4, 4)

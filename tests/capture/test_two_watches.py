@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kept_transport import keep_messages
 from torch import nn
 
 import fp8watch.training.attachment as attachment
@@ -16,33 +17,7 @@ from fp8watch.capture.te.source import TeSource
 from fp8watch.capture.te.tap import UPDATE
 from fp8watch.emulation import convert
 from fp8watch.emulation.taps import all_taps, all_value_taps
-from fp8watch.records import StepFrame
 from fp8watch.settings import Settings
-
-
-class Kept:
-    """A transport that keeps what it is given."""
-
-    def __init__(self, **_: Any) -> None:
-        self.frames: list[StepFrame] = []
-
-    def send(self, message: Any) -> bool:
-        if isinstance(message, StepFrame):
-            self.frames.append(message)
-        return True
-
-    def take(self) -> list[Any]:
-        return []
-
-    def notes(self) -> list[str]:
-        return []
-
-    def set_preamble(self, messages: Any) -> None: ...
-
-    def await_agent(self, timeout_seconds: float) -> bool:
-        return True
-
-    def close(self, timeout_seconds: float) -> None: ...
 
 
 class Emulated:
@@ -120,7 +95,7 @@ NAMES = [["t1", "t2"], ["s1"]]
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("framework", ["emulated", "transformer_engine"])
 def test_nothing_leaks_and_either_may_leave_first(framework, first, monkeypatch):
-    monkeypatch.setattr("fp8watch.training.assemble.Channel", Kept)
+    keep_messages(monkeypatch)
     library: Any = Emulated() if framework == "emulated" else TransformerEngine(monkeypatch)
     models = [library.model(names) for names in NAMES]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
@@ -128,7 +103,7 @@ def test_nothing_leaks_and_either_may_leave_first(framework, first, monkeypatch)
         attachment.attach(model, optimizer, run=name, settings=Settings(report=False))
         for model, optimizer, name in zip(models, optimizers, ("teacher", "student"), strict=True)
     ]
-    frames = [watch._session.uplink._channel.frames for watch in watches]
+    channels = [watch._session.uplink._channel for watch in watches]
 
     def step() -> None:
         library.run(models)
@@ -139,7 +114,7 @@ def test_nothing_leaks_and_either_may_leave_first(framework, first, monkeypatch)
 
     def amax(i: int) -> dict[str, float]:
         columns = watches[i]._recorder.layout.columns
-        values = np.frombuffer(frames[i][-1].columns["amax"].data, "<f4")
+        values = np.frombuffer(channels[i].frames[-1].columns["amax"].data, "<f4")
         assert len(values) == len(columns)
         return dict(zip([column.name for column in columns], values.tolist(), strict=True))
 
@@ -148,15 +123,15 @@ def test_nothing_leaks_and_either_may_leave_first(framework, first, monkeypatch)
     seen = [amax(0), amax(1)]
     for i, names in enumerate(NAMES):
         assert {name.partition(":")[0] for name in seen[i]} == set(names)
-        assert {frame.run for frame in frames[i]} == {watches[i].run}
+        assert {frame.run for frame in channels[i].frames} == {watches[i].run}
     assert seen[1]["s1:input"] > 20 * seen[0]["t1:input"]
 
     stays = 1 - first
     watches[first].detach()
-    left = len(frames[first])
+    left = len(channels[first].frames)
     for _ in range(3):
         step()
-    assert len(frames[first]) == left
+    assert len(channels[first].frames) == left
     assert set(amax(stays)) == set(seen[stays])
     assert all(amax(stays)[name] > 0 for name in seen[stays] if name.endswith(":input"))
     assert watches[stays].failures == {}

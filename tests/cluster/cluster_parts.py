@@ -19,7 +19,9 @@ from fake_ranks import POLICY as POLICY
 from fake_ranks import FakeRank as FakeRank
 from fake_ranks import Job as Job
 
+from fp8watch.controller.cluster.redis_keys import LEASE
 from fp8watch.controller.stores.redis import RedisStore
+from fp8watch.records import ActionRecord
 
 REDIS_SERVER = "/usr/bin/redis-server" if Path("/usr/bin/redis-server").exists() else "redis-server"
 
@@ -211,3 +213,23 @@ def _accepts(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def settle(made: Cluster, job: Job) -> RedisStore:
+    """The store, once there is a leader and the job's run is being judged."""
+    store = made.redis.store()
+    wait_for(lambda: store.link.client.get(LEASE), what="a leader")
+    job.train(5)
+    wait_for(lambda: store.runs() and store.runs()[0].last_step >= 3, 25, "judged steps")
+    return store
+
+
+def waiting(store: RedisStore, job: Job) -> ActionRecord:
+    """An action of run `r` that waits for a person: asked for by a policy such as `WAITS`, after a NaN."""
+    job.train(1, nan_every=1)
+    found = wait_for(
+        lambda: [action for action in store.read("r", ActionRecord) if action.status == "waiting"], 25,
+        "an action that waits",
+    )  # fmt: skip
+    assert isinstance(found[0], ActionRecord)
+    return found[0]

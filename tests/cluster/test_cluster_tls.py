@@ -11,12 +11,10 @@ from pathlib import Path
 import cluster_parts as parts
 import pytest
 import tls_servers
-from cluster_parts import Job, wait_for
+from cluster_parts import Job, settle, wait_for, waiting
 from fake_ranks import WAITS
 
-from fp8watch.controller.cluster.redis_keys import LEASE
 from fp8watch.controller.stores.redis import RedisStore
-from fp8watch.records import ActionRecord
 
 pytestmark = pytest.mark.redis
 
@@ -55,15 +53,9 @@ def test_a_fault_is_found_approved_and_acted_on_over_tls(tmp_path: Path) -> None
     try:
         agent, controller = made.agent("n0"), made.controller("a")
         assert made.redis.url.startswith("rediss://")
-        store = made.redis.store()
-        wait_for(lambda: store.link.client.get(LEASE), what="a leader")
         job = Job(made, "r", {"n0": 1}, policy=WAITS)
-        job.train(5)
-        wait_for(lambda: store.runs() and store.runs()[0].last_step >= 3, 25, "judged steps")
-        job.train(1, nan_every=1)
-        (action,) = wait_for(
-            lambda: [a for a in store.read("r", ActionRecord) if a.status == "waiting"], 25, "an action"
-        )
+        store = settle(made, job)
+        action = waiting(store, job)
         assert action.id in {item["id"] for item in json.loads(console(made, "actions", "list", "--json"))}
         assert "approved" in console(made, "actions", "approve", action.id)
 

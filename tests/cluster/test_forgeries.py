@@ -8,7 +8,7 @@ from pathlib import Path
 import cluster_parts as parts
 import msgspec
 import pytest
-from cluster_parts import Cluster, Job, wait_for
+from cluster_parts import Job, settle, wait_for, waiting
 from fake_ranks import WAITS
 
 from fp8watch import wire
@@ -36,25 +36,8 @@ def send(store: RedisStore, key: str, reply: Command | LedgerUpdate) -> None:
     store.link.client.xadd(key, {"b": wire.pack(reply)})
 
 
-def settle(made: Cluster, job: Job) -> RedisStore:
-    """A run that is being judged."""
-    store = made.redis.store()
-    wait_for(lambda: store.link.client.get(LEASE), what="a leader")
-    job.train(5)
-    wait_for(lambda: store.runs() and store.runs()[0].last_step >= 3, 25, "judged steps")
-    return store
-
-
 def actions(store: RedisStore) -> list[ActionRecord]:
     return list(store.read("r", ActionRecord))
-
-
-def waiting(store: RedisStore, job: Job) -> ActionRecord:
-    """An action that waits for a person."""
-    job.train(1, nan_every=1)
-    found = wait_for(lambda: [a for a in actions(store) if a.status == "waiting"], 25, "an action that waits")
-    assert isinstance(found[0], ActionRecord)
-    return found[0]
 
 
 def test_forged_commands_frames_approvals_and_memory_get_nothing_done(tmp_path: Path) -> None:

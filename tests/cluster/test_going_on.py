@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import cluster_parts as parts
 import pytest
@@ -19,15 +17,9 @@ from fp8watch.records import Finding, Goodbye, RankLost
 pytestmark = pytest.mark.redis
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisStore]:
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "LOOK_SECONDS", 0.1)
-    server = parts.Redis(tmp_path / "redis")
-    server.start()
-    opened = server.store()
-    yield opened
-    opened.close()
-    server.kill()
 
 
 # case: RED-02

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import cluster_parts as parts
@@ -31,16 +30,6 @@ def node_frame(step: int, ranks: list[int], node: str = "a") -> NodeFrame:
         run="r", attempt=0, node=node, rank=min(ranks, default=0), step=step, layout_id=1, time_unix=float(step),
         ranks=ranks, scalars=scalars,
     )  # fmt: skip
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RedisStore]:
-    server = parts.Redis(tmp_path / "redis")
-    server.start()
-    opened = server.store()
-    yield opened
-    opened.close()
-    server.kill()
 
 
 @pytest.mark.redis

@@ -9,28 +9,19 @@ from pathlib import Path
 import cluster_parts as parts
 import pytest
 import redis as redis_py
-from cluster_parts import Cluster, Job, wait_for
+from cluster_parts import Cluster, Job, settle, wait_for, waiting
+from fake_ranks import WAITS
 from typer.testing import CliRunner
 
 from fp8watch.cli import build
 from fp8watch.controller.cluster.redis_keys import ACTIVE, DISARM, GROUP, LEASE, NODES, RUNS, TERM, RunKeys
 from fp8watch.controller.cluster.redis_link import connect
 from fp8watch.controller.identity import KINDS
-from fp8watch.records import ActionRecord
 
 pytestmark = pytest.mark.redis
 ACL = Path(__file__).resolve().parents[2] / "docs" / "redis-acl.conf"
 USERS = ("agent", "controller", "console")
 KEYS = RunKeys("r")
-WAITS = """
-version: 1
-mode: approve
-rules:
-  - name: not-finite
-    when: {detector: nonfinite, severity: act}
-    approval: {timeout_steps: 100000, default: refuse}
-    ladder: [{action: checkpoint_now, settle_steps: 5}]
-"""
 
 
 class Guarded(parts.Redis):
@@ -89,16 +80,9 @@ def test_agent_controller_and_console_need_no_more(made: Cluster, monkeypatch: p
         assert result.exit_code == 0, result.output
         return result.output
 
-    def waiting() -> list[ActionRecord]:
-        return [action for action in store.read("r", ActionRecord) if action.status == "waiting"]
-
-    store = made.redis.store()
-    wait_for(lambda: store.link.client.get(LEASE), what="a leader")
     job = Job(made, "r", {"n0": 1}, policy=WAITS)
-    job.train(5)
-    wait_for(lambda: store.runs() and store.runs()[0].last_step >= 3, 25, "judged steps")
-    job.train(1, nan_every=1)
-    (action,) = wait_for(waiting, 25, "an action that waits")
+    store = settle(made, job)
+    action = waiting(store, job)
 
     assert "r" in call("runs", "list")
     assert "nonfinite" in call("incident", "list")

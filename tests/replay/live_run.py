@@ -30,6 +30,23 @@ TENSORS = [
     TensorColumn(module=f"blocks.{i}.mlp", tensor="input", block=str(i), fp8_format="e4m3", history_len=16)
     for i in range(4)
 ]
+POLICY = """version: 1
+mode: auto
+budgets: {actions_per_1000_steps: 20, rollbacks_per_24h: 4}
+approval: {timeout_steps: 40, default: refuse}
+rules:
+  - name: broken
+    when: {detector: nonfinite, severity: act, params_nonfinite: true}
+    ladder: [{action: rollback, skip_to_onset: true, settle_steps: 5}, {action: halt}]
+  - name: scales
+    when: {detector: scale_frozen, severity: act}
+    ladder: [{action: repair_scale, scope: tensor, settle_steps: 5}]
+  - name: bursts
+    when: {detector: grad_spike, severity: act}
+    mode: approve
+    ladder: [{action: tighten_clip, times_median: 2.0, settle_steps: 5, hold_steps: 40}]
+"""
+"""Rolls back, repairs scales, and asks a person about bursts."""
 Numbers = Callable[[int, "LiveRun"], dict[str, float]]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from live_run import TENSORS
+from live_run import POLICY, TENSORS
 from redis_server import Server, running
 from typer.testing import CliRunner
 
@@ -47,22 +47,6 @@ from fp8watch.security.envelope import Sealer
 pytestmark = pytest.mark.redis
 NODES = ("a", "b")
 KEYS = RunKeys("r")
-POLICY = """version: 1
-mode: auto
-budgets: {actions_per_1000_steps: 20, rollbacks_per_24h: 4}
-approval: {timeout_steps: 40, default: refuse}
-rules:
-  - name: broken
-    when: {detector: nonfinite, severity: act, params_nonfinite: true}
-    ladder: [{action: rollback, skip_to_onset: true, settle_steps: 5}, {action: halt}]
-  - name: scales
-    when: {detector: scale_frozen, severity: act}
-    ladder: [{action: repair_scale, scope: tensor, settle_steps: 5}]
-  - name: bursts
-    when: {detector: grad_spike, severity: act}
-    mode: approve
-    ladder: [{action: tighten_clip, times_median: 2.0, settle_steps: 5, hold_steps: 40}]
-"""
 
 
 class ClusterRun:

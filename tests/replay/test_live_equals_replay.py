@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import live_run
 import msgspec
 import pytest
 from live_run import LiveRun
@@ -21,27 +22,10 @@ from fp8watch.records import ActionRecord, Arrival, Finding, StepFrame, TraceEnt
 from fp8watch.replay.reenact import Reenactment, stored_trace
 from fp8watch.replay.run import replay
 
-POLICY = """version: 1
-mode: auto
-budgets: {actions_per_1000_steps: 20, rollbacks_per_24h: 4}
-approval: {timeout_steps: 40, default: refuse}
-rules:
-  - name: broken
-    when: {detector: nonfinite, severity: act, params_nonfinite: true}
-    ladder:
-      - {action: rollback, skip_to_onset: true, settle_steps: 5}
-      - {action: halt}
-  - name: scales
-    when: {detector: scale_frozen, severity: act}
-    ladder: [{action: repair_scale, scope: tensor, settle_steps: 5}]
-  - name: bursts
-    when: {detector: grad_spike, severity: act}
+POLICY = f"""{live_run.POLICY}  - name: loss
+    when: {{detector: [loss_spike, divergence, update_rms], severity: act}}
     mode: approve
-    ladder: [{action: tighten_clip, times_median: 2.0, settle_steps: 5, hold_steps: 40}]
-  - name: loss
-    when: {detector: [loss_spike, divergence, update_rms], severity: act}
-    mode: approve
-    ladder: [{action: hold_lr, factor: 0.5, settle_steps: 5, hold_steps: 30}]
+    ladder: [{{action: hold_lr, factor: 0.5, settle_steps: 5, hold_steps: 30}}]
 """
 
 
