@@ -40,6 +40,7 @@ from fp8watch.records import Layout, StepFrame
 from fp8watch.replay import frames_file
 from fp8watch.settings import Settings
 from fp8watch.training import assemble
+from fp8watch.transport.pending import as_message
 
 OUT = Path(__file__).parents[1] / "tests" / "data" / "recorded"
 SEEDS = (0, 1, 3, 4, 5, 6, 7)
@@ -147,8 +148,10 @@ class Tape:
     def set_preamble(self, messages: Sequence[Any]) -> None:
         self.sent += [message for message in messages if isinstance(message, Layout) and message not in self.sent]
 
+    has_news = False
+
     def send(self, message: Any) -> bool:
-        self.sent.append(message)
+        self.sent.append(as_message(message))
         return True
 
     def await_agent(self, timeout_seconds: float) -> bool:

@@ -196,7 +196,7 @@ def measure_casts() -> float:
                 extension.quantize(source, quantizer)
             spent.append((time.thread_time_ns() - started) / 1e3 / len(quantizers))
             assert all(counting._sizes[: len(quantizers)])  # every one was counted
-            counting.add_to(None, [])
+            counting.add_to(None, list)
             for meter in counting.meters.values():
                 meter.close_step()
                 list(meter.take())

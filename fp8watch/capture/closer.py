@@ -118,11 +118,20 @@ class CloserLook:
         """Changes of the intervals when they were told last."""
         self._is_telling = True
         self._num_told = 0
+        self._quiet = range(0)
+        """Steps in which nothing is due, with the intervals as they were at `_quiet_since` changes."""
+        self._quiet_since = -1
 
     # A step
 
     def begin(self, step: int) -> None:
         """A new step: decide what is looked at, and tell those who look."""
+        if step in self._quiet and self._quiet_since == self.governor.num_changes and not self._is_asked:
+            self._is_sampled = self._is_telling = False
+            if self._source is not None:
+                self._source.begin(with_statistics=False)
+            return
+        self._quiet, self._quiet_since = range(step + 1, self.governor.next_due(step + 1)), self.governor.num_changes
         is_what_if = self._is_telling = self.governor.due("what_if", step) and step > 1
         asked, self._asked_what_if = self._asked_what_if, set()
         self._is_sampled = self.governor.due("statistics", step) or is_what_if or bool(asked)
@@ -131,6 +140,10 @@ class CloserLook:
             if is_what_if or asked:
                 self._look(None if is_what_if else sorted(asked))
         self._arm(is_due=self.governor.due("shadow", step) and step > 1)
+
+    @property
+    def _is_asked(self) -> bool:
+        return bool(self._asked_what_if or self._asked_probes)
 
     def _look(self, modules: list[str] | None) -> None:
         if isinstance(self._source, LooksCloser) and self._source.look_closer(modules):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -59,20 +60,47 @@ def device_values(
     return values
 
 
+@dataclass(frozen=True, slots=True)
+class FrameParts:
+    """A step whose numbers have arrived; see `fp8watch.transport.pending.Parts`."""
+
+    run: str
+    rank: int
+    note: StepNote
+    values: Arrived
+
+    @property
+    def step(self) -> int:
+        """The optimizer step."""
+        return self.note.step
+
+    def frame(self) -> StepFrame:
+        """The record on the wire."""
+        return build_frame(self.run, self.rank, self.note, self.values)
+
+    def scalars(self) -> dict[str, float]:
+        """As in the frame, but for those that are worked out of columns."""
+        return _scalars(self.note, self.values)
+
+
+def _scalars(note: StepNote, values: Arrived) -> dict[str, float]:
+    found = dict(note.scalars)
+    if _UPDATE[0] in values:
+        found.update(update_scalars([values.number(name) for name in _UPDATE], note.num_update_elements))
+    found.update((name[2:], values.number(name)) for name in values if name[:2] == _SCALAR)
+    return found
+
+
 def build_frame(run: str, rank: int, note: StepNote, values: Arrived) -> StepFrame:
     """The frame of a step whose numbers have arrived."""
-    scalars = dict(note.scalars)
+    scalars = _scalars(note, values)
     packed: dict[str, Column] = {}
-    if _UPDATE[0] in values:
-        scalars.update(update_scalars([values.number(name) for name in _UPDATE], note.num_update_elements))
     shared: bytes | None = None
     if note.zero_is_unseen and _COLUMN + "amax" in values:
         shared = columns.validity_bitmap(values[_COLUMN + "amax"] != 0)
     for name in values:
-        kind, key = name[:2], name[2:]
-        if kind == _SCALAR:
-            scalars[key] = values.number(name)
-        elif kind == _COLUMN:
+        if name[:2] == _COLUMN:
+            key = name[2:]
             valid = _VALID + key
             bitmap = columns.validity_bitmap(values[valid].astype(np.bool_)) if valid in values else shared
             packed[key] = columns.pack_raw(values.raw(name), values.segments[name].dtype, COLUMN_DTYPES[key], bitmap)

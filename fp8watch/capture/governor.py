@@ -25,6 +25,8 @@ THINNED_FIRST: tuple[Kind, ...] = ("shadow", "what_if", "statistics")
 FIRST_SHARE = 0.01
 """Default budget, share of the step time: what sampling may cost where FP8 saves 20 to 35 %."""
 MOST_DOUBLINGS = 10
+NEVER = 1_000_000
+"""Steps; asked again by then."""
 RECOVER_AFTER = 8
 """Samples of the kind that must have been under half of the budget before its interval is halved once."""
 SMOOTHING = 0.3
@@ -66,6 +68,11 @@ class Governor:
         """Whether this step (the first is 1) is a sample of the kind."""
         every = self._kinds[kind].every
         return every > 0 and (step - 1) % every == 0
+
+    def next_due(self, step: int) -> int:
+        """The first step from this one on that is a sample of any kind; far away where all are off."""
+        waits = [(1 - step) % kind.every for kind in self._kinds.values() if kind.base]
+        return step + min(waits, default=NEVER)
 
     def every(self, kind: Kind) -> int:
         """The kind's interval now, in steps; 0: off."""

@@ -176,6 +176,8 @@ class Ring(Generic[N]):
         self._free = deque(range(slots))
         self._flight: deque[_InFlight[N]] = deque()
         self._lanes: dict[torch.device, _Lane] = {device: _Lane(device, slots, slot_bytes)}
+        self._is_capturing = False
+        """Whether a graph was being captured at the last `push`."""
         self.dropped = 0
         """Steps that found the ring full, or fell into a graph capture."""
 
@@ -187,7 +189,8 @@ class Ring(Generic[N]):
 
         The tensors may be overwritten as soon as this returns: the copy is ordered before that on their stream.
         """
-        if not self._free or is_capturing():
+        self._is_capturing = is_capturing()
+        if not self._free or self._is_capturing:
             self.dropped += 1
             return False
         slot = self._free.popleft()
@@ -214,8 +217,13 @@ class Ring(Generic[N]):
         return lane, plan
 
     def poll(self, *, wait: bool = False) -> Iterator[tuple[N, Arrived]]:
-        """What has arrived, oldest first. `wait`: block until all of it has (rollback, detach; never in a step)."""
-        while self._flight and not is_capturing():
+        """What has arrived, oldest first. `wait`: block until all of it has (rollback, detach; never in a step).
+
+        In a graph capture nothing has; without `wait` that is not asked again where `push`, a moment ago, found none.
+        """
+        if not self._flight or ((wait or self._is_capturing) and is_capturing()):
+            return
+        while self._flight:
             entry = self._flight[0]
             for _, _, event in entry.parts:
                 if event is not None:
@@ -248,9 +256,11 @@ def _by_device(tensors: Mapping[str, Given]) -> dict[torch.device, tuple[list[_S
             if dtype not in _DTYPES:
                 shapes.append((name, _ODD, tensor.numel(), is_scalar, True))
             else:
-                shapes.append((name, dtype, tensor.numel(), is_scalar, False))
                 if is_scalar:
-                    tensor = tensor.reshape(1)
+                    tensor = tensor.unsqueeze(0)
+                    shapes.append((name, dtype, 1, True, False))
+                else:
+                    shapes.append((name, dtype, tensor.numel(), False, False))
             flat.append(tensor)
     return found
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -29,6 +30,7 @@ import numpy as np
 from fp8watch import columns
 from fp8watch.formats import FORMATS
 from fp8watch.records import Command, Layout, StepFrame
+from fp8watch.transport.pending import PendingFrame
 
 DRASTIC = frozenset({"rollback", "bf16_all", "halt"})
 SIGMAS = 3.0
@@ -58,14 +60,17 @@ class Evidence:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        self._points: deque[_Point] = deque(maxlen=KEEP_SCALARS)
-        self._frames: deque[tuple[StepFrame, Layout]] = deque(maxlen=KEEP_COLUMNS)
+        self._recent: deque[tuple[PendingFrame, Layout]] = deque()
+        self._older: deque[_Point] = deque(maxlen=KEEP_SCALARS - KEEP_COLUMNS)
+        """What is kept of those that were recent once."""
 
-    def note(self, frame: StepFrame, layout: Layout) -> None:
-        """A frame of this rank, as it was sent."""
-        self._points.append(_Point(frame.step, frame.scalars))
-        if frame.columns:
-            self._frames.append((frame, layout))
+    def note(self, frame: PendingFrame, layout: Layout) -> None:
+        """A frame of this rank, as it was sent; looked into when somebody asks, or when its columns are let go."""
+        self._recent.append((frame, layout))
+        if len(self._recent) > KEEP_COLUMNS:
+            old, _ = self._recent.popleft()
+            with suppress(Exception):  # one that cannot be read; the transport counts it
+                self._older.append(_Point(old.step, old.scalars()))
 
     def objection(self, command: Command) -> str | None:
         """Why this rank does not agree to it; None: it has seen something itself, or cannot judge."""
@@ -95,7 +100,7 @@ class Evidence:
         return any(self._tensor_speaks(name, onset) for name in tensors)
 
     def _split(self, onset: int | None) -> tuple[list[_Point], list[_Point]]:
-        points = list(self._points)
+        points = [*self._older, *(_Point(frame.step, frame.scalars()) for frame, _ in self._recent)]
         if onset is None:
             since = points[-RECENT_STEPS:]
             before = points[: len(points) - len(since)]
@@ -106,7 +111,7 @@ class Evidence:
         return before[-BASELINE_STEPS:], since
 
     def _tensor_speaks(self, name: str, onset: int | None) -> bool:
-        history = [read for frame, layout in self._frames if (read := _read(frame, layout, name)) is not None]
+        history = [read for frame, layout in self._recent if (read := _read(frame.frame(), layout, name)) is not None]
         since = [one for one in history if onset is None or one.step >= onset]
         before = [one.amax for one in history if onset is not None and one.step < onset]
         window = max((one.amax for one in history if math.isfinite(one.amax)), default=0.0)

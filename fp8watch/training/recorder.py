@@ -24,8 +24,9 @@ from fp8watch.capture.ring import Ring
 from fp8watch.capture.scalars import GIVEN, NotAScalar, Scalar, StepScalars, as_scalar
 from fp8watch.capture.source import Reading, Source
 from fp8watch.capture.update_size import UpdateSize, UpdateSums
-from fp8watch.records import Layout, StepFrame, TensorColumn
+from fp8watch.records import Layout, TensorColumn
 from fp8watch.training.guard import Guard
+from fp8watch.transport.pending import PendingFrame
 
 BYTES_A_TENSOR = 208
 """All columns of one tensor with their validity, rounded up: six f4, six u8, one u1, thirteen flags; on a what-if step
@@ -140,8 +141,10 @@ class Recorder:
     def leave_update(self) -> None:
         """See `StepObserver`: the user's own LR objects come back, and the optimizer is left as it was."""
         self._guard.call("learning_rate end", self._lr.leave)
-        self._guard.call("update_skipped", self._take_skipped)
-        self._guard.call("skip_update end", self._skip.after_step)
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            self._guard.call("update_skipped", self._take_skipped)
+        if not self._skip.is_at_rest:
+            self._guard.call("skip_update end", self._skip.after_step)
 
     def after_update(self, *, has_closure: bool) -> None:
         """See `StepObserver`."""
@@ -158,6 +161,9 @@ class Recorder:
 
     def note_clip(self) -> None:
         """The loop is about to clip: are its gradients unscaled?"""
+        if self._scaler is None and getattr(self._optimizer, "grad_scale", None) is None:
+            self._norm_is_scaled = False  # as nearly always
+            return
         self._norm_is_scaled = bool(
             self._guard.call("grad_norm scale", gradients.is_scaled, self._optimizer, self._scaler)
         )
@@ -347,9 +353,12 @@ class Recorder:
         """The same in the layout only: of what is a sample anyway."""
         self._reasons.setdefault(name, reason)
 
-    def poll(self, *, wait: bool = False) -> list[StepFrame]:
+    def poll(self, *, wait: bool = False) -> list[PendingFrame]:
         """Frames of the steps whose numbers have arrived; `wait` only where training stands still anyway."""
-        return [frames.build_frame(self._run, self._rank, note, values) for note, values in self._ring.poll(wait=wait)]
+        return [
+            PendingFrame(frames.FrameParts(self._run, self._rank, note, values))
+            for note, values in self._ring.poll(wait=wait)
+        ]
 
     @property
     def dropped(self) -> int:

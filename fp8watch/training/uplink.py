@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from fp8watch.records import CheckpointRecord, Command, Hello, Layout, LedgerUpdate, Message, Reply
+from fp8watch.records import CheckpointRecord, Command, Hello, Layout, LedgerUpdate, Reply
 from fp8watch.security import Verifier
 from fp8watch.training.guard import Guard
 from fp8watch.transport import places
 from fp8watch.transport.channel import Channel
+from fp8watch.transport.pending import Outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Uplink:
             self._layout = layout
             self.send(layout)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Outgoing) -> None:
         """Queue a message; a full queue is counted by the channel."""
         self._guard.call("transport send", self._channel.send, message)
 
@@ -59,6 +60,11 @@ class Uplink:
         """Count frames that never came to the queue."""
         if count > 0:
             self._guard.call("transport drops", self._channel.count_dropped, reason, count)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to `take` or to say."""
+        return self._channel.has_news
 
     def take(self) -> list[Reply]:
         """Replies since the last call. What the controller has not signed is not among them: it is dropped, not

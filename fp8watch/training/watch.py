@@ -185,8 +185,9 @@ class Watch:
         if len(self._guard.disabled) != self._num_off:  # what is off is said in the layout, also when that is capture
             self._num_off = len(self._guard.disabled)
             self._recorder.refresh_layout(session.attempt)
-        self._guard.call("frames", self._send_frames)
-        self._guard.call("replies", self._take_replies)
+        self._guard.call("frames", session.send_frames)
+        if session.uplink.has_news:
+            self._guard.call("replies", self._take_replies)
         self._recorder.spent(time.perf_counter() - started)
         is_idle = self._boundary.is_idle
         if not is_idle or self._boundary.is_joint:
@@ -273,11 +274,8 @@ class Watch:
             samples=samples,
         )
 
-    def _send_frames(self) -> None:
-        self._session.send_frames()
-        self._session.uplink.say_notes(is_unwritable_known=self._session.journal.unavailable is not None)
-
     def _take_replies(self) -> None:
+        self._session.uplink.say_notes(is_unwritable_known=self._session.journal.unavailable is not None)
         for reply in self._session.uplink.take():
             if isinstance(reply, Command):
                 self._boundary.receive(reply)

@@ -21,6 +21,7 @@ from fp8watch.settings import Settings
 from fp8watch.transport import forks, places
 from fp8watch.transport.link import Link
 from fp8watch.transport.opening import Opening
+from fp8watch.transport.pending import Outgoing
 from fp8watch.transport.process import AgentProcess
 from fp8watch.transport.queue import OutgoingQueue
 
@@ -98,7 +99,7 @@ class Channel:
             self._link.open_with(Opening(messages))
             self._start()
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: Outgoing) -> bool:
         """Queue a message. False: it was dropped and counted.
 
         When the queue is full the oldest frame is dropped for it, also counted. The message must not be
@@ -114,6 +115,12 @@ class Channel:
         if not self._is_started:
             self._start()
         return True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` or `notes` would return anything."""
+        link = self._link
+        return bool(self._initial_notes or (link is not None and (link.inbox or link.notes)))
 
     def take(self) -> list[Reply]:
         """Replies that have arrived since the last call, oldest first."""

@@ -23,6 +23,7 @@ from fp8watch.errors import WireError
 from fp8watch.records import Goodbye, Message, Reply, StepFrame, Welcome
 from fp8watch.settings import Settings
 from fp8watch.transport.opening import Opening
+from fp8watch.transport.pending import as_message
 from fp8watch.transport.process import AgentProcess
 from fp8watch.transport.queue import OutgoingQueue
 
@@ -226,21 +227,22 @@ class Link(threading.Thread):
             self._disconnect()
 
     def _load_next(self) -> None:
-        message = self._preamble.popleft() if self._preamble else self._queue.take()
-        if message is None:
+        outgoing = self._preamble.popleft() if self._preamble else self._queue.take()
+        if outgoing is None:
             return
-        if isinstance(message, StepFrame | Goodbye):
-            # Copies, made in one go: the training thread counts on.
-            dropped = self.dropped + Counter(dict(self._queue.overflowed)) + Counter(dict(self._dropped_before))
-            if dropped:
-                message = msgspec.structs.replace(message, dropped=dict(dropped))
         try:
+            message = as_message(outgoing)
+            if isinstance(message, StepFrame | Goodbye):
+                # Copies, made in one go: the training thread counts on.
+                dropped = self.dropped + Counter(dict(self._queue.overflowed)) + Counter(dict(self._dropped_before))
+                if dropped:
+                    message = msgspec.structs.replace(message, dropped=dict(dropped))
             self._pending = memoryview(wire.frame(message))
             self._current = message
         except WireError as error:
             self.dropped["too_large"] += 1
             self._warn_once(f"message dropped: {error}")
-        except Exception as error:  # a value msgpack has no form for
+        except Exception as error:  # a value msgpack has no form for, or a frame that cannot be put together
             self.dropped["unencodable"] += 1
             self._warn_once(f"message dropped: {error!r}")
 

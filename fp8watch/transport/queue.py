@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 
-from fp8watch.records import Message, StepFrame
+from fp8watch.records import StepFrame
+from fp8watch.transport.pending import Outgoing, PendingFrame
 
 MAX_KEPT = 4096
 """Messages other than frames that are held; a run sends a handful in a hundred steps."""
 
-_Entry = tuple[int, Message]
+_Entry = tuple[int, Outgoing]
 
 
 class OutgoingQueue:
@@ -32,9 +33,9 @@ class OutgoingQueue:
         self.overflowed: Counter[str] = Counter()
         """Messages pushed out, by the reason given to `put`; written by the producer only."""
 
-    def put(self, message: Message, reason_when_full: str) -> None:
+    def put(self, message: Outgoing, reason_when_full: str) -> None:
         """Add a message; the oldest of its kind goes, counted, when there is no room. Producer side."""
-        is_frame = type(message) is StepFrame
+        is_frame = type(message) is PendingFrame or type(message) is StepFrame
         queue, limit = (self._frames, self._max_frames) if is_frame else (self._kept, MAX_KEPT)
         queue.append((next(self._sequence), message))
         while len(queue) > limit:
@@ -44,7 +45,7 @@ class OutgoingQueue:
                 return
             self.overflowed[reason_when_full] += 1
 
-    def take(self) -> Message | None:
+    def take(self) -> Outgoing | None:
         """The oldest message, None when there is none. Consumer side."""
         # Heads are taken out before they are compared: a head merely looked at could be pushed out meanwhile.
         if self._next_frame is None:

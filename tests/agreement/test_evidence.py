@@ -12,6 +12,21 @@ import pytest
 from fp8watch.columns import pack
 from fp8watch.records import Command, Layout, StepFrame, TensorColumn
 from fp8watch.training.evidence import Evidence
+from fp8watch.transport.pending import PendingFrame
+
+
+class Made:
+    """A frame's parts, put together already."""
+
+    def __init__(self, frame: StepFrame) -> None:
+        self.step, self._frame = frame.step, frame
+
+    def frame(self) -> StepFrame:
+        return self._frame
+
+    def scalars(self) -> dict[str, float]:
+        return self._frame.scalars
+
 
 LAYOUT = Layout(
     run="r", attempt=0, rank=0, layout_id=1, expected_modules=1, observed_modules=1,
@@ -49,7 +64,7 @@ def watched(steps: int = 80, *, rank: int = 0, **trouble: Any) -> Evidence:
         frame = StepFrame(
             run="r", attempt=0, rank=rank, step=step, layout_id=1, time_unix=0.0, scalars=scalars, columns=columns
         )  # fmt: skip
-        evidence.note(frame, LAYOUT)
+        evidence.note(PendingFrame(Made(frame)), LAYOUT)
     return evidence
 
 
@@ -91,7 +106,7 @@ def test_a_slow_rise_is_seen_in_the_mean() -> None:
         frame = StepFrame(
             run="r", attempt=0, rank=0, step=step, layout_id=1, time_unix=0.0, scalars={"loss": 2.0 * math.exp(0.15)}
         )  # fmt: skip
-        evidence.note(frame, LAYOUT)
+        evidence.note(PendingFrame(Made(frame)), LAYOUT)
     assert evidence.objection(order()) is None
 
 

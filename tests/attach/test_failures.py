@@ -122,7 +122,7 @@ def test_unwritable_directory_is_one_warning_and_training_goes_on(trainer, monke
     assert trainer.steps(watch, 5) == expected
     assert watch._session.uplink.await_agent(20.0)
     time.sleep(0.5)
-    watch._send_frames()  # the process has told where the store lies now
+    watch._take_replies()  # the process has told where the store lies now
     assert watch.failures == {}
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "journal" in warning.getMessage()

@@ -14,6 +14,7 @@ from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.emulation import convert
 from fp8watch.records import Command, Message, Reply, StepFrame
 from fp8watch.settings import Settings
+from fp8watch.transport.pending import Outgoing, as_message
 
 T = TypeVar("T")
 
@@ -32,8 +33,12 @@ class RecordingChannel:
         self.is_closed = False
         RecordingChannel.made.append(self)
 
-    def send(self, message: Message) -> bool:
-        self.sent.append(message)
+    @property
+    def has_news(self) -> bool:
+        return True
+
+    def send(self, message: Outgoing) -> bool:
+        self.sent.append(as_message(message))
         return True
 
     def take(self) -> list[Reply]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fp8watch.records import StepFrame
+from fp8watch.transport.pending import as_message
 
 
 class Kept:
@@ -19,8 +20,10 @@ class Kept:
     def frames(self) -> list[StepFrame]:
         return [message for message in self.messages if isinstance(message, StepFrame)]
 
+    has_news = True
+
     def send(self, message: Any) -> bool:
-        self.messages.append(message)
+        self.messages.append(as_message(message))
         return True
 
     def take(self) -> list[Any]:

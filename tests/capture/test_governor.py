@@ -86,6 +86,24 @@ def test_sampled_steps_of_a_thinned_rank_are_among_those_of_another(costs, budge
         assert all(thin.every(kind) <= BASE[kind] << MOST_DOUBLINGS for kind in BASE)
 
 
+@given(
+    st.lists(st.integers(0, 64), min_size=3, max_size=3), st.lists(st.floats(0.0, 2.0), max_size=20),
+    st.integers(1, 10_000),
+)  # fmt: skip
+def test_nothing_is_due_before_the_step_that_is_due_next(bases, costs, step):
+    kinds = ("statistics", "what_if", "shadow")
+    governor = Governor(dict(zip(kinds, bases, strict=True)), budget=0.01, say=lambda _: None)
+    governor.step_took(0.1)
+    for kind, seconds in zip(kinds * 7, costs, strict=False):
+        governor.cost(kind, seconds)
+    found = governor.next_due(step)
+    if not any(bases):
+        assert found > step + 1000
+        return
+    assert any(governor.due(kind, found) for kind in kinds)
+    assert not any(governor.due(kind, earlier) for kind in kinds for earlier in range(step, min(found, step + 300)))
+
+
 def test_a_pause_is_no_step_and_the_first_sample_does_not_count():
     governor = Governor(BASE, budget=0.01)
     governor.step_took(0.1)

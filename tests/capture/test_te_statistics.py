@@ -89,7 +89,7 @@ COLUMNS = [
 
 
 def counts(statistics: TeStatistics) -> dict[str, dict[str, float]]:
-    reading = statistics.add_to(Reading(values={"amax": torch.ones(len(COLUMNS))}), COLUMNS)
+    reading = statistics.add_to(Reading(values={"amax": torch.ones(len(COLUMNS))}), lambda: COLUMNS)
     names = [name for name in reading.values if name != "amax"]
     return {
         column.name: {name: reading.values[name][i].item() for name in names}

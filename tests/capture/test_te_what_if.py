@@ -25,7 +25,7 @@ def parts():
 
 def figures(statistics: TeStatistics, figure: str) -> dict[str, list[float]]:
     """`module:tensor` -> the figure under each candidate, of the tensors that were looked at."""
-    reading = statistics.add_to(Reading(values={"amax": torch.ones(len(COLUMNS))}), COLUMNS)
+    reading = statistics.add_to(Reading(values={"amax": torch.ones(len(COLUMNS))}), lambda: COLUMNS)
     names = [what_if.column(name, figure) for name in what_if.CANDIDATES]
     if names[0] not in reading.values:
         return {}

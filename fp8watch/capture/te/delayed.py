@@ -91,6 +91,8 @@ class TeDelayedSource:
         self._columns: list[TensorColumn] = []
         self._missing: list[str] = []
         self._num_reads = 0
+        self._is_stale = True
+        """Something may have changed since columns were worked out: a step was made, a vector was met."""
         self._tap.subscribe(self._on_update)
 
     def columns(self) -> Sequence[TensorColumn]:
@@ -111,6 +113,9 @@ class TeDelayedSource:
         self._is_spread = len({scale.device for vector in self._ordered for scale in vector.scales}) > 1
 
     def _refresh(self) -> None:
+        if not self._is_stale:
+            return
+        self._is_stale = False
         # Twice more after the first step: what has still not shown up by then is named.
         state = (
             self._num_changes,
@@ -145,6 +150,7 @@ class TeDelayedSource:
         A tensor whose amax is 0 was idle and counts as not observed.
         """
         self._num_reads += 1
+        self._is_stale = True
         forward, backward, has_local = 0, 0, False
         for vector in self._ordered:
             if vector.is_forward:
@@ -265,6 +271,7 @@ class TeDelayedSource:
                 recipes[id(recipe)] = recipe
         self._recipes = list(recipes.values())
         self._num_changes += 1
+        self._is_stale = True
         self._arrange()
         return vector
 

@@ -20,13 +20,15 @@ from fp8watch.capture.source import Reading
 from fp8watch.capture.te.delayed import TeDelayedSource
 from fp8watch.capture.te.gemm_tap import GemmTap
 from fp8watch.capture.te.stateless import TeStatelessSource
+from fp8watch.capture.te.states import is_stateful
 from fp8watch.capture.te.statistics import TeStatistics
 from fp8watch.records import TensorColumn
 
 logger = logging.getLogger(__name__)
 
-EVERY_STEP_UNTIL, THEN_EVERY = 4, 64
-"""When modules are asked for their recipe: it may be changed in a live run, but seldom is."""
+EVERY_STEP_UNTIL = 4
+"""Steps in which all modules are asked for their recipe; after them one a step is, in turn: it may be changed in a live
+run, but seldom is, and asking a whole model takes as long as everything else that is done in a step."""
 
 
 class TeSource:
@@ -46,6 +48,7 @@ class TeSource:
         except (ImportError, AttributeError) as error:
             logger.warning("fp8watch: casts of this Transformer Engine cannot be counted: %s", error)
         self._num_begins = 0
+        self._to_ask: list[torch.nn.Module] = []
         self._parts: tuple[Sequence[TensorColumn], Sequence[TensorColumn]] = ((), ())
         self._columns: Sequence[TensorColumn] = ()
 
@@ -84,10 +87,8 @@ class TeSource:
             self._statistics.begin(is_sampled=with_statistics)
         if self._stateless is not None:
             self._stateless.begin(with_statistics=with_statistics)
-        elif self._why_not is None and (
-            self._num_begins <= EVERY_STEP_UNTIL or self._num_begins % THEN_EVERY == 0
-        ):  # fmt: skip
-            self._listen_if_needed()
+        elif self._why_not is None and self._is_stateless_found():
+            self._listen()
 
     def look_closer(self, modules: Sequence[str] | None) -> bool:
         """See `fp8watch.capture.closer.LooksCloser`."""
@@ -97,7 +98,7 @@ class TeSource:
         """Both parts' numbers; a part that did not run counts as not observed."""
         reading = self._read()
         if self._statistics is not None:
-            reading = self._statistics.add_to(reading, self.columns())
+            reading = self._statistics.add_to(reading, self.columns)
         return reading
 
     def _read(self) -> Reading | None:
@@ -120,9 +121,14 @@ class TeSource:
         if self._stateless is not None:
             self._stateless.detach()
 
-    def _listen_if_needed(self) -> None:
-        if not any(_is_stateless(module) for module in self._model.modules()):
-            return
+    def _is_stateless_found(self) -> bool:
+        if self._num_begins <= EVERY_STEP_UNTIL:
+            return any(_is_stateless(module) for module in self._model.modules())
+        if not self._to_ask:
+            self._to_ask = [module for module in self._model.modules() if is_stateful(module)]
+        return bool(self._to_ask) and _is_stateless(self._to_ask.pop())
+
+    def _listen(self) -> None:
         try:
             self._stateless = TeStatelessSource(self._model, tap=self._tap)
         except (ImportError, AttributeError) as error:

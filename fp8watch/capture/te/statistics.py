@@ -10,7 +10,7 @@ On a GPU one launch a cast; elsewhere, and where Triton is missing, torch counts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -89,15 +89,15 @@ class TeStatistics:
         """Leave the tap."""
         self._tap.leave()
 
-    def add_to(self, reading: Reading | None, columns: Sequence[TensorColumn]) -> Reading | None:
-        """The step's reading with its counts; unchanged on a step that is not sampled."""
+    def add_to(self, reading: Reading | None, columns: Callable[[], Sequence[TensorColumn]]) -> Reading | None:
+        """The step's reading with its counts; unchanged, and `columns` not asked for, on a step that is not sampled."""
         if not self._is_sampled:
             return reading
         self._tap.leave()
         if reading is None or self._counts is None or self._sums is None or not any(self._sizes):
             return reading
         with torch.no_grad():
-            return self._with_counts(reading, columns, self._counts, self._sums)
+            return self._with_counts(reading, columns(), self._counts, self._sums)
 
     def _with_counts(
         self, reading: Reading, columns: Sequence[TensorColumn], counts: torch.Tensor, sums: torch.Tensor
