@@ -1,13 +1,14 @@
-"""What watching costs on a GPU: bare and watched blocks of steps of the same training, alternating in one process.
+"""What watching costs on a GPU: blocks of steps of two equal trainings, bare and watched, alternating in one process.
 
     python bench/capture.py [--shape gpu-bound|launch-bound|torchao|many-tensors|all] [--pairs N] [--out FILE]
 
 Needs Transformer Engine (torchao for that shape). Every block is timed by the wall clock between two
 synchronisations, so host and device time both count. The ratio is watched over bare of neighbouring blocks; its median
-and a bootstrap 95 % interval are reported, the raw block times stand beside them. A standing agent takes the frames,
-as it would on a node. Two kinds of watched blocks: every amax and scale at every step; and besides, element counts of
-every cast one step in ten. A logging step is then set against one of Transformer Engine's own debug features, each step
-timed alone. CPU time is that of the training thread inside fp8watch, measured apart from the blocks.
+and a bootstrap 95 % interval are reported, the raw block times stand beside them. The two trainings change roles
+halfway. A standing agent takes the frames, as it would on a node. Two kinds of watched blocks: every amax and scale at
+every step; and besides, element counts of every cast one step in ten. A logging step is then set against one of
+Transformer Engine's own debug features, each step timed alone. CPU time is that of the training thread inside fp8watch,
+measured apart from the blocks.
 
 Rows of shapes that are not run stay in the result file.
 """
@@ -29,10 +30,12 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from capture_blocks import alternate, block
 from capture_cost import measure_cpu
 from capture_training import SHAPES, Torchao, Training, TransformerEngine
 from result_head import commit
@@ -41,15 +44,19 @@ BARS = {
     "gpu-bound": 1.005, "gpu-bound statistics": 1.02, "launch-bound": 1.02, "launch-bound statistics": 1.02,
     "torchao": 1.01,
 }  # fmt: skip
-PAIRS = {
-    "gpu-bound": 20, "gpu-bound statistics": 15, "launch-bound": 70, "launch-bound statistics": 24, "torchao": 15,
-}  # fmt: skip
-"""Of blocks, hence twice as many of them: the launch-bound shape is the noisy one, and its steps are short."""
+PLANS: dict[str, dict[str, int]] = {
+    "gpu-bound": {"steps": 5, "lead": 1, "pairs": 20},
+    "gpu-bound statistics": {"steps": 5, "lead": 0, "group": 2, "pairs": 16},
+    "launch-bound": {"steps": 1, "lead": 1, "pairs": 500},
+    "launch-bound statistics": {"steps": 2, "lead": 0, "group": 5, "pairs": 60},
+    "torchao": {"pairs": 15},
+}
+"""See `capture_blocks.alternate`. The launch-bound shape is the noisy one, and its steps are short."""
 MOST_CPU_US = 400.0
 LEAST_CHEAPER = 20.0
 MOST_BYTES = 64 * 1024**2
-WARM, STEPS, STEPS_SAMPLED = 4, 5, 10
-"""Steps before a watched block (its layout settles in them), measured ones, and in blocks of which one is sampled."""
+STEPS_COMPILED = 10
+"""A block of torchao's."""
 EVERY = {"statistics_every": 1_000_000, "what_if_every": 0, "shadow_every": 0}
 SAMPLED = {"statistics_every": 10, "what_if_every": 0, "shadow_every": 0, "overhead_budget": 1.0}
 
@@ -108,11 +115,13 @@ def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
         yield memory_row()
         return
     if name == "torchao":
-        yield torchao_row(pairs or PAIRS[name])
+        yield torchao_row(pairs or PLANS[name]["pairs"])
         return
-    training = TransformerEngine(**SHAPES[name])
-    for _ in range(8):
-        training.step(None)
+    trainings = (TransformerEngine(**SHAPES[name]), TransformerEngine(**SHAPES[name]))
+    for training in trainings:
+        for _ in range(8):
+            training.step(None)
+    training = trainings[0]
     shape = "x".join(str(value) for value in SHAPES[name].values())
     for options in (EVERY, SAMPLED):  # kernels are compiled, allocations made
         watch = attach(training, f"{name}-warm", options)
@@ -121,12 +130,15 @@ def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
         watch.detach()
     if name == "launch-bound":
         yield cpu_row(training, shape)
-    yield compare(training, name, shape, EVERY, STEPS, pairs or PAIRS[name])
-    sampled = f"{name} statistics"
-    found = compare(training, sampled, shape, SAMPLED, STEPS_SAMPLED, pairs or PAIRS[sampled])
-    yield found | {"host_syncs": host_syncs(training, attach(training, f"{name}-syncs", SAMPLED))}
+    for kind, options in ((name, EVERY), (f"{name} statistics", SAMPLED)):
+        plan = PLANS[kind] | ({"pairs": pairs} if pairs else {})
+        times = alternate(trainings, partial(attach, run=kind.replace(" ", "-"), options=options), **plan)
+        found = row(kind, shape, times)
+        if options is SAMPLED:
+            found["host_syncs"] = host_syncs(training, attach(training, f"{name}-syncs", SAMPLED))
+        yield found
     alone = step_times(training, attach(training, f"{name}-alone", SAMPLED), 32)
-    del training
+    del training, trainings
     gc.collect()
     torch.cuda.empty_cache()
     yield against_te(name, shape, alone)
@@ -134,40 +146,11 @@ def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
 
 def cpu_row(training: Training, shape: str) -> dict[str, Any]:
     """CPU time of the training thread inside fp8watch a step."""
-    found = measure_cpu(training, attach(training, "cpu", EVERY))
+    # Its steps wait for the host: no launch waits for room in the device's queue, and none has to be waited for.
+    found = measure_cpu(training, attach(training, "cpu", EVERY), lambda: None)
     return {
         "name": "training thread", "shape": shape, **found, "bar": MOST_CPU_US, "pass": found["cpu_us"] <= MOST_CPU_US
     }  # fmt: skip
-
-
-def compare(
-    training: Training, name: str, shape: str, options: dict[str, Any], steps: int, pairs: int
-) -> dict[str, Any]:
-    """Alternate bare and watched blocks; which comes first changes from pair to pair."""
-    times: dict[str, list[float]] = {"bare": [], "watched": []}
-    gc.collect()
-    gc.freeze()
-    for pair in range(pairs):
-        for kind in ("bare", "watched") if pair % 2 == 0 else ("watched", "bare"):
-            watch = attach(training, f"{name}-{pair}".replace(" ", "-"), options) if kind == "watched" else None
-            times[kind].append(block(training, watch, WARM if watch is not None else 1, steps))
-            if watch is not None:
-                watch.detach()
-    gc.unfreeze()
-    return row(name, shape, times)
-
-
-def block(training: Training, watch: Any | None, warm: int, steps: int) -> float:
-    """Milliseconds a step."""
-    for _ in range(warm):
-        training.step(watch)
-    gc.collect(0)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(steps):
-        training.step(watch)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) / steps * 1e3
 
 
 def row(name: str, shape: str, times: dict[str, list[float]]) -> dict[str, Any]:
@@ -251,7 +234,7 @@ def torchao_row(pairs: int) -> dict[str, Any]:
     for pair in range(pairs):
         arms = [("bare", bare, None), ("watched", watched, watch)]
         for kind, training, its_watch in arms if pair % 2 == 0 else arms[::-1]:
-            times[kind].append(block(training, its_watch, 1, STEPS_SAMPLED))
+            times[kind].append(block(training, its_watch, 1, STEPS_COMPILED))
     unseen = watch.not_observable
     watch.detach()
     found = row("torchao", "x".join(str(value) for value in shape.values()), times)

@@ -10,7 +10,7 @@ never held up. On a CPU the copy is complete at once. Called on the training thr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -274,5 +274,14 @@ def _aligned(nbytes: int) -> int:
 
 def is_capturing() -> bool:
     """A CUDA graph is being captured on this stream: events must be neither recorded nor asked."""
-    # `torch.cuda.is_available` asks the driver at every call.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    global _ask
+    if _ask is None:
+        # `torch.cuda.is_available` asks the driver at every call.
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return False
+        # What `torch.cuda.is_current_stream_capturing` calls, without the way there: it is asked in every cast.
+        _ask = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+    return _ask()
+
+
+_ask: Callable[[], bool] | None = None

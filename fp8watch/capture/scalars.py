@@ -113,6 +113,23 @@ def mean(values: list[Scalar]) -> Scalar:
     return micro_batches(values)["loss"]
 
 
+def is_given(name: str) -> bool:
+    """Whether a scalar's value comes from the loop."""
+    return name in ("loss", "loss_micro_max", "loss_micro_median", "tokens") or name.partition(":")[0] in GIVEN
+
+
+def first_rate(rates: Sequence[Any]) -> Scalar | None:
+    """The learning rate of the first group, the one that trainers log."""
+    if not rates or rates[0] is None:
+        return None
+    return rates[0].detach().reshape(()) if isinstance(rates[0], torch.Tensor) else float(rates[0])
+
+
+def as_flag(value: bool | torch.Tensor) -> Scalar:
+    """1.0 or 0.0, or the 0-D tensor that says so."""
+    return value.reshape(()) if isinstance(value, torch.Tensor) else float(value)
+
+
 class StepScalars:
     """Collects one step's scalars under the names of `fp8watch.records.StepFrame.scalars`."""
 

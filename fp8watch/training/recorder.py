@@ -21,7 +21,7 @@ from fp8watch.capture.flight_check import MOST_NAMES, FlightCheck
 from fp8watch.capture.frames import LayoutBook, StepNote
 from fp8watch.capture.missing_gradients import PATIENCE, MissingGradients
 from fp8watch.capture.ring import Ring
-from fp8watch.capture.scalars import GIVEN, NotAScalar, Scalar, StepScalars, as_scalar
+from fp8watch.capture.scalars import NotAScalar, StepScalars, as_flag, as_scalar, first_rate, is_given
 from fp8watch.capture.source import Reading, Source
 from fp8watch.capture.update_size import UpdateSize, UpdateSums
 from fp8watch.records import Layout, TensorColumn
@@ -277,7 +277,7 @@ class Recorder:
             self._ring.push(frames.device_values(device, reading, update), note)
         except Exception as error:
             # One tensor from the loop must not cost the step: try what is our own, which raises if it is at fault.
-            own = {name: value for name, value in device.items() if not _is_given(name)}
+            own = {name: value for name, value in device.items() if not is_given(name)}
             if len(own) == len(device):
                 raise
             self._ring.push(frames.device_values(own, reading, update), note)
@@ -298,16 +298,16 @@ class Recorder:
             self.scalars.put("loss_scale", scale)
         if self._was_updated:
             if self._is_entered:  # a skipped update used no learning rate
-                self.scalars.put("learning_rate", _one(self._lr.effective))
+                self.scalars.put("learning_rate", first_rate(self._lr.effective))
                 self.scalars.put("lr_factor", self._lr.factor())
             if not self.scalars.has("update_skipped"):
-                self.scalars.put("update_skipped", _flag(self._skip.last_skipped))
+                self.scalars.put("update_skipped", as_flag(self._skip.last_skipped))
         elif gradients.has_scaler(self._scaler):
             self.scalars.put("update_skipped", 1.0)
         else:
             self.not_observed("learning_rate", "optimizer.step was not seen between two watch.step calls")
         if not self.scalars.has("learning_rate"):
-            self.scalars.put("learning_rate", _one([group.get("lr") for group in self._optimizer.param_groups]))
+            self.scalars.put("learning_rate", first_rate([group.get("lr") for group in self._optimizer.param_groups]))
         self._was_updated = self._is_entered = False
 
     def _columns_now(self) -> Sequence[TensorColumn]:
@@ -391,19 +391,3 @@ class Recorder:
 def _named(names: list[str]) -> str:
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _is_given(name: str) -> bool:
-    """Whether a scalar's value comes from the loop."""
-    return name in ("loss", "loss_micro_max", "loss_micro_median", "tokens") or name.partition(":")[0] in GIVEN
-
-
-def _one(values: list[Any]) -> Scalar | None:
-    """The learning rate of the first group, the one that trainers log."""
-    if not values or values[0] is None:
-        return None
-    return values[0].detach().reshape(()) if isinstance(values[0], torch.Tensor) else float(values[0])
-
-
-def _flag(value: bool | torch.Tensor) -> Scalar:
-    return value.reshape(()) if isinstance(value, torch.Tensor) else float(value)

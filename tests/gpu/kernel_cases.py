@@ -69,18 +69,19 @@ def differences(found: list[TensorStatistics], items: list[Item]) -> list[str]:
 def cast_differences(device: str, large: int) -> Iterator[str]:
     """The same of the kernel that counts one cast where it happens, and adds to what it counted before."""
     from fp8watch.capture.te import cast_kernel as kernel
+    from fp8watch.capture.te.cast_rows import CastRows
 
     for items in groups(device, large):
         for i, item in enumerate(items):
             if item.codes is None or item.scale.numel() != 1:
                 continue
-            counts = torch.zeros(kernel.PROGRAMS, kernel.COUNTS, dtype=torch.int32, device=device)
-            sums = torch.zeros(kernel.PROGRAMS, kernel.SUMS, device=device)
+            rows = CastRows(torch.device(device), kernel.PROGRAMS)
+            row = rows.row(("module", "input"))
             scale = item.scale.reshape(1)
             for is_inverse, given in ((False, scale), (True, scale.reciprocal())):
-                kernel.add(
-                    item.values, item.codes, given, is_inverse=is_inverse, fmt=item.fmt, counts=counts, sums=sums
-                )  # fmt: skip
+                if not kernel.add(row, item.values, item.codes, given, is_inverse=is_inverse, fmt=item.fmt):
+                    yield f"cast {item.fmt.name} {item.values.dtype} {i} was not taken"
+            counts, sums = row.counts, row.sums
             inverted = replace(item, scale=scale.reciprocal().reciprocal().reshape(()))
             twice = [count_by_torch(item), count_by_torch(inverted)]
             saturated, before, after, nonfinite = counts.sum(0).tolist()
@@ -101,7 +102,7 @@ def main() -> int:
     from fp8watch.capture.te import cast_kernel
 
     kernels.ELEMENTS_A_PROGRAM = 2048  # several programs a tensor
-    cast_kernel.PROGRAMS, cast_kernel.BLOCK = 3, 1024
+    cast_kernel.PROGRAMS, cast_kernel.BLOCK, cast_kernel.DEVICE = 3, 1024, "cpu"
     many = (line for items in groups("cpu", 6400) for line in differences(kernels.launch(items), items))
     return report(chain(many, cast_differences("cpu", 6400)))
 

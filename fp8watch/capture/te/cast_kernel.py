@@ -8,6 +8,7 @@ come one by one and are gone a moment later.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +16,26 @@ import triton
 import triton.language as tl
 
 from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES, tally
+from fp8watch.capture.te.cast_rows import CastRow
 from fp8watch.formats import Fp8Format
 
 BLOCK = 4096
 NUM_WARPS = 8
 PROGRAMS = 512
 """A launch: enough to fill a GPU. 1,680 tensors x 512 places x 24 bytes are 20 MiB."""
-COUNTS, SUMS = 4, 2
-"""Saturated, non-zero before, non-zero after, non-finite; squared error, squared values."""
+LARGE = 2**31
+"""Elements from which on their number takes 64 bits."""
+DEVICE = "cuda"
+"""Type of the devices that it runs on; Triton's interpreter takes another."""
+ALIGNMENT = 16
+"""Bytes. Triton compiles another kernel for addresses that are no multiple."""
+_launches: dict[tuple[Any, ...], tuple[Callable[..., object], tuple[Any, ...]]] = {}
+"""Compiled kernels with their grid, and their constants: going through `triton.jit` takes several times as long."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Neither the address of the scale, one element anywhere in a vector, nor the number of elements gains from a kernel of
+# its own; with fewer kinds of launches the one that is wanted is found at once.
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["scale_at"])  # type: ignore[untyped-decorator]
 def _cast_kernel(  # type: ignore[no-untyped-def]
     source, codes, scale_at, counts, sums, numel,
     INVERSE: tl.constexpr, CODES: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -64,29 +74,30 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     tl.store(place + 1, tl.load(place + 1) + tl.sum(square, 0))
 
 
-def fits(values: torch.Tensor, codes: torch.Tensor, fmt: Fp8Format) -> bool:
-    """Whether the kernel can read both where they lie."""
-    return (
-        values.device.type == "cuda"
-        and values.dtype in SOURCES
-        and values.is_contiguous()
-        and codes.is_contiguous()
-        and codes.numel() == values.numel()
-        and fmt.name in CODES_OF
-    )
-
-
 def add(
-    values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, *, is_inverse: bool, fmt: Fp8Format,
-    counts: torch.Tensor, sums: torch.Tensor,
-) -> None:  # fmt: skip
-    """Add what a cast did to `counts` (int32 [PROGRAMS, 4]) and `sums` (float32 [PROGRAMS, 2]).
+    row: CastRow, values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, *, is_inverse: bool, fmt: Fp8Format
+) -> bool:
+    """Add what a cast did to a row's counts (int32 [PROGRAMS, 4]) and sums (float32 [PROGRAMS, 2]).
 
-    `codes`: the bytes (uint8) it made; `scale`: one float32 element, or with `is_inverse` what it is divided by.
+    `codes`: the bytes (uint8) it made; `scale`: one float32 element, or with `is_inverse` what it is divided by. False:
+    the kernel cannot read them where they lie, and has added nothing.
     """
+    numel = values.numel()
+    if codes.numel() != numel or not (values.is_contiguous() and codes.is_contiguous()):
+        return False
+    values_at, codes_at = values.data_ptr(), codes.data_ptr()
+    # All that Triton compiles a kernel of its own for, but for addresses that vector loads cannot start at.
+    kind = (values.get_device(), values.dtype, fmt.name, is_inverse, numel < LARGE)
+    known = None if (values_at | codes_at) % ALIGNMENT else _launches.get(kind)
+    if known is not None:
+        launch, constants = known
+        launch(values_at, codes_at, scale.data_ptr(), row.counts_at, row.sums_at, numel, *constants)
+        return True
+    if values.device.type != DEVICE or values.dtype not in SOURCES or fmt.name not in CODES_OF:
+        return False
+    constants = (is_inverse, CODES_OF[fmt.name], fmt.max, BLOCK, PROGRAMS)
     kernel: Any = _cast_kernel
-    kernel[(PROGRAMS,)](
-        values, codes, scale, counts, sums, values.numel(),
-        INVERSE=is_inverse, CODES=CODES_OF[fmt.name], FP8_MAX=fmt.max, BLOCK=BLOCK, PROGRAMS=PROGRAMS,
-        num_warps=NUM_WARPS,
-    )  # fmt: skip
+    compiled = kernel[(PROGRAMS,)](values, codes, scale, row.counts, row.sums, numel, *constants, num_warps=NUM_WARPS)
+    if (values_at | codes_at | row.counts_at | row.sums_at) % ALIGNMENT == 0 and hasattr(compiled, "packed_metadata"):
+        _launches[kind] = (compiled[(PROGRAMS, 1, 1)], constants)
+    return True

@@ -21,6 +21,7 @@ from fp8watch.capture.governor import Kind
 from fp8watch.capture.ring import is_capturing
 from fp8watch.capture.source import Reading
 from fp8watch.capture.statistics.count import count_made
+from fp8watch.capture.te.cast_rows import CastRow, CastRows, Key
 from fp8watch.capture.te.cast_tap import CastTap
 from fp8watch.capture.te.slots import slot_names
 from fp8watch.capture.te.states import delayed_states, element_names, metas, quantizers_of
@@ -29,13 +30,9 @@ from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.formats import FORMATS, Fp8Format
 from fp8watch.records import TensorColumn
 
-Key = tuple[str, str]
-"""Qualified module name and tensor: a column."""
-NUM_COUNTS, NUM_SUMS = 4, 2
-
 
 class TeStatistics:
-    """Buffers grow with the columns that are met; a sampled step zeroes them."""
+    """Counts into `CastRows`, which a sampled step clears."""
 
     def __init__(self, model: torch.nn.Module, *, extension: Any | None = None) -> None:
         self._model = model
@@ -44,14 +41,8 @@ class TeStatistics:
         self._by_scale: dict[int, Key] = {}
         self._by_quantizer: dict[int, tuple[Any, Key]] = {}
         self._has_looked = False
-        self._rows: dict[Key, int] = {}
-        self._sizes: list[int] = []
-        """Elements of each row counted in this step."""
-        self._in_forward: set[int] = set()
-        self._counts: torch.Tensor | None = None
-        self._sums: torch.Tensor | None = None
-        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Each row of both: a cast does not pay for slicing them."""
+        self._rows: CastRows | None = None
+        """None before the first cast, which tells the device."""
         self._formats: dict[Any, Fp8Format] = {}
         """By TE's code of a dtype."""
         self.meters: Mapping[Kind, CostMeter] | None = None
@@ -78,11 +69,8 @@ class TeStatistics:
             self._tap.leave()
             return
         self._has_looked = False
-        self._sizes = [0] * len(self._rows)
-        self._in_forward.clear()
-        for buffer in (self._counts, self._sums):
-            if buffer is not None:
-                buffer.zero_()
+        if self._rows is not None:
+            self._rows.clear()
         self._tap.listen()
 
     def detach(self) -> None:
@@ -94,18 +82,19 @@ class TeStatistics:
         if not self._is_sampled:
             return reading
         self._tap.leave()
-        if reading is None or self._counts is None or self._sums is None or not any(self._sizes):
+        if reading is None or self._rows is None or not any(row.elements for row in self._rows):
             return reading
         with torch.no_grad():
-            return self._with_counts(reading, columns(), self._counts, self._sums)
+            return self._with_counts(reading, columns(), self._rows)
 
-    def _with_counts(
-        self, reading: Reading, columns: Sequence[TensorColumn], counts: torch.Tensor, sums: torch.Tensor
-    ) -> Reading:
+    def _with_counts(self, reading: Reading, columns: Sequence[TensorColumn], rows: CastRows) -> Reading:
+        counts, sums = rows.counts, rows.sums
         device = counts.device
-        rows = [self._rows.get((column.module, column.tensor), -1) for column in columns]
-        sizes = [self._sizes[row] if row >= 0 else 0 for row in rows]
-        facts = torch.tensor([[max(row, 0) for row in rows], sizes], dtype=torch.int64, device="cpu")
+        found = [rows.get((column.module, column.tensor)) for column in columns]
+        places = [0 if row is None else row.number for row in found]
+        facts = torch.tensor(
+            [places, [0 if row is None else row.elements for row in found]], dtype=torch.int64, device="cpu"
+        )
         if device.type == "cuda":
             facts = facts.pin_memory().to(device, non_blocking=True)
         index, quantized = facts
@@ -142,23 +131,26 @@ class TeStatistics:
         key = self._key_of(quantizer)
         if key is None or is_capturing() or not self._is_in_training():
             return
-        row = self._row(key, source.device)
-        if key[1] in ("input", "weight", "output"):
+        if self._rows is None:
+            programs = 1 if self._kernel is None or source.device.type != "cuda" else self._kernel.PROGRAMS
+            self._rows = CastRows(source.device, programs)
+        row = self._rows.row(key)
+        if row.is_of_forward:
             if torch._C._current_graph_task_id() == -1:
-                self._in_forward.add(row)
-            elif row in self._in_forward:
+                row.is_forward_done = True
+            elif row.is_forward_done:
                 return  # computed again in the backward pass
         fmt = self._format(getattr(made, "_fp8_dtype", None))
         with _UNTIMED if self.meters is None else self.meters["statistics"].piece():
             self._count(row, source, codes, inverse, fmt)
-        self._sizes[row] += source.numel()
+        row.elements += source.numel()
         if self._looked_at is None or key[0] in self._looked_at:
             with _UNTIMED if self.meters is None else self.meters["what_if"].piece():
                 if self._what_if is None:
                     self._what_if = WhatIfLog(0, source.device)
                     self._what_if.begin(None)
                 scale = inverse.reciprocal().reshape(())
-                self._what_if.offer(row, values=source, scale=scale, fmt=fmt, amax=None)
+                self._what_if.offer(row.number, values=source, scale=scale, fmt=fmt, amax=None)
 
     def _is_in_training(self) -> bool:
         """Evaluation is no step's business. The mode of gradients says nothing: autograd's functions run without."""
@@ -171,18 +163,16 @@ class TeStatistics:
         return found
 
     def _count(
-        self, row: int, values: torch.Tensor, codes: torch.Tensor, inverse: torch.Tensor, fmt: Fp8Format
+        self, row: CastRow, values: torch.Tensor, codes: torch.Tensor, inverse: torch.Tensor, fmt: Fp8Format
     ) -> None:
-        counts, sums = self._places[row]
         if codes.dtype != torch.uint8:
             codes = codes.view(torch.uint8)
-        if self._kernel is not None and self._kernel.fits(values, codes, fmt):
-            self._kernel.add(values, codes, inverse, is_inverse=True, fmt=fmt, counts=counts, sums=sums)
+        if self._kernel is not None and self._kernel.add(row, values, codes, inverse, is_inverse=True, fmt=fmt):
             return
         found = count_made(values.reshape(-1), inverse.reciprocal().reshape(()), fmt, codes.reshape(-1))
         before = torch.count_nonzero(values)
-        counts[0] += torch.stack([found.saturated, before, before - found.underflowed, found.nonfinite])
-        sums[0] += torch.stack([found.squared_error, found.squared_values])
+        row.counts[0] += torch.stack([found.saturated, before, before - found.underflowed, found.nonfinite])
+        row.sums[0] += torch.stack([found.squared_error, found.squared_values])
 
     def _key_of(self, quantizer: Any) -> Key | None:
         found = self._find(quantizer)
@@ -193,11 +183,13 @@ class TeStatistics:
         return found
 
     def _find(self, quantizer: Any) -> Key | None:
+        known = self._by_quantizer.get(id(quantizer))
+        if known is not None and known[0] is quantizer:
+            return known[1]
         scale = getattr(quantizer, "scale", None)
         if isinstance(scale, torch.Tensor) and scale.numel() == 1:
             return self._by_scale.get(scale.data_ptr())
-        known = self._by_quantizer.get(id(quantizer))
-        return known[1] if known is not None and known[0] is quantizer else None
+        return None
 
     def _look(self) -> None:
         """Which quantizers the model's modules have now; a change of the recipe makes them anew."""
@@ -216,24 +208,6 @@ class TeStatistics:
                 ):
                     if slot is not None:
                         self._by_quantizer[id(quantizer)] = (quantizer, slot)
-
-    def _row(self, key: Key, device: torch.device) -> int:
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = len(self._rows)
-            self._sizes.append(0)
-        if row >= len(self._places):
-            room = max(64, 2 * len(self._rows)) if self._counts is None else 2 * len(self._rows)
-            programs = 1 if self._kernel is None or device.type != "cuda" else self._kernel.PROGRAMS
-            # A program's share of a step's elements fits into 32 bits, all of them may not.
-            dtype = torch.int64 if programs == 1 else torch.int32
-            counts = torch.zeros(room, programs, NUM_COUNTS, dtype=dtype, device=device)
-            sums = torch.zeros(room, programs, NUM_SUMS, device=device)
-            if self._counts is not None and self._sums is not None:
-                counts[: len(self._counts)], sums[: len(self._sums)] = self._counts, self._sums
-            self._counts, self._sums = counts, sums
-            self._places = list(zip(counts.unbind(), sums.unbind(), strict=True))
-        return row
 
 
 _UNTIMED = nullcontext()

@@ -1,0 +1,92 @@
+"""Alternating blocks of steps of two equal trainings in one process, one bare and one watched."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any
+
+import torch
+from capture_training import Training
+
+SETTLE = 15
+"""Watched steps before the first block, in which layout and kernels settle."""
+
+Times = dict[str, list[float]]
+"""Milliseconds a step, `bare` and `watched`, pair by pair."""
+
+
+def alternate(
+    trainings: tuple[Training, Training],
+    attach: Callable[[Training], Any],
+    *,
+    steps: int,
+    lead: int,
+    pairs: int,
+    group: int = 1,
+) -> Times:
+    """Blocks of `steps` steps, timed, behind `lead` steps that are not; which comes first changes from pair to pair.
+
+    The mean of `group` consecutive pairs is one sample: short blocks, between which the machine changes little, where
+    only several of them hold one sampled step. The two trainings change roles halfway, so that neither arm owns the
+    copy that lies better in memory. A watch is attached for half of the pairs at a time: what attaching and the first
+    steps cost is not in it. Python collects garbage between blocks only, as trainers that care about step times do.
+
+    The transport thread sends a block's last frame while the next block runs: with `lead` in its untimed step.
+    """
+    times: Times = {"bare": [], "watched": []}
+    for bare, watched in (trainings, trainings[::-1]):
+        watch = attach(watched)
+        for _ in range(SETTLE):
+            watched.step(watch)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        for pair in range(pairs // 2 * group):
+            for kind in ("bare", "watched") if pair % 2 == 0 else ("watched", "bare"):
+                if kind == "watched":
+                    times[kind].append(block(watched, watch, lead, steps))
+                else:
+                    with unheard(watch):
+                        times[kind].append(block(bare, None, lead, steps))
+        gc.enable()
+        gc.unfreeze()
+        watch.detach()
+    return {kind: [fmean(found[i : i + group]) for i in range(0, len(found), group)] for kind, found in times.items()}
+
+
+def block(training: Training, watch: Any | None, lead: int, steps: int) -> float:
+    """Milliseconds a step."""
+    for _ in range(lead):
+        training.step(watch)
+    gc.collect(0)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        training.step(watch)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps * 1e3
+
+
+@contextmanager
+def unheard(watch: Any) -> Iterator[None]:
+    """In here nothing of the process's taps on Transformer Engine hears of a step: a bare training has none."""
+    from fp8watch.capture.te import tap as te_tap
+
+    taps = list(te_tap._taps.values())
+    kept = [tap._subscribers for tap in taps]
+    casts = watch._recorder._source._statistics._tap
+    is_listening = casts._is_listening
+    for tap in taps:
+        tap._subscribers = ()
+    casts.leave()
+    try:
+        yield
+    finally:
+        for tap, subscribers in zip(taps, kept, strict=True):
+            tap._subscribers = subscribers
+        if is_listening:  # the watched training's next step is sampled
+            casts.listen()

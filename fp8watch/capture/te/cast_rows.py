@@ -1,0 +1,85 @@
+"""What a step's casts are counted into: a row a column, in two buffers on the device that grow with what is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+Key = tuple[str, str]
+"""Qualified module name and tensor: a column."""
+NUM_COUNTS, NUM_SUMS = 4, 2
+"""Saturated, non-zero before, non-zero after, non-finite; squared error, squared values."""
+FIRST_ROOM = 64
+
+
+@dataclass(slots=True, eq=False)
+class CastRow:
+    """One column's place, and what the host knows of it in this step."""
+
+    key: Key
+    number: int
+    is_of_forward: bool
+    """Cast in the forward pass: an input, a weight or an output."""
+    counts: torch.Tensor
+    """[programs, 4]."""
+    sums: torch.Tensor
+    """float32 [programs, 2]."""
+    counts_at: int
+    sums_at: int
+    """Their addresses: a cast does not pay for asking."""
+    elements: int = 0
+    """Counted in this step."""
+    is_forward_done: bool = False
+
+
+class CastRows:
+    """`programs`: partial sums a row, added up when the step is over."""
+
+    def __init__(self, device: torch.device, programs: int) -> None:
+        self._device, self._programs = device, programs
+        self._rows: dict[Key, CastRow] = {}
+        # A program's share of a step's elements fits into 32 bits, all of them may not.
+        self._dtype = torch.int64 if programs == 1 else torch.int32
+        self.counts = torch.zeros(0, programs, NUM_COUNTS, dtype=self._dtype, device=device)
+        """[rows, programs, 4], in the order of the rows."""
+        self.sums = torch.zeros(0, programs, NUM_SUMS, device=device)
+
+    def __iter__(self) -> Iterator[CastRow]:
+        return iter(self._rows.values())
+
+    def get(self, key: Key) -> CastRow | None:
+        """The row of a column that was met before."""
+        return self._rows.get(key)
+
+    def row(self, key: Key) -> CastRow:
+        """The row of a column, made when it is asked for first."""
+        found = self._rows.get(key)
+        if found is None:
+            number = len(self._rows)
+            if number >= len(self.counts):
+                self._grow()
+            is_of_forward = key[1] in ("input", "weight", "output")
+            found = self._rows[key] = CastRow(key, number, is_of_forward, *self._place(number))
+        return found
+
+    def clear(self) -> None:
+        """A new step: nothing is counted."""
+        self.counts.zero_()
+        self.sums.zero_()
+        for row in self._rows.values():
+            row.elements, row.is_forward_done = 0, False
+
+    def _place(self, number: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        counts, sums = self.counts[number], self.sums[number]
+        return counts, sums, counts.data_ptr(), sums.data_ptr()
+
+    def _grow(self) -> None:
+        room = max(FIRST_ROOM, 2 * len(self._rows))
+        counts = torch.zeros(room, self._programs, NUM_COUNTS, dtype=self._dtype, device=self._device)
+        sums = torch.zeros(room, self._programs, NUM_SUMS, device=self._device)
+        counts[: len(self.counts)], sums[: len(self.sums)] = self.counts, self.sums
+        self.counts, self.sums = counts, sums
+        for row in self._rows.values():
+            row.counts, row.sums, row.counts_at, row.sums_at = self._place(row.number)
