@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import nn
 
+from fp8watch.emulation import checks
 from fp8watch.emulation.linear import Fp8Linear
 from fp8watch.emulation.recipe import DelayedScaling
 from fp8watch.emulation.region import enter, fp8_modules, leave
@@ -20,7 +21,8 @@ Filter = Callable[[str, nn.Linear], bool]
 
 def fits_hardware(name: str, linear: nn.Linear) -> bool:
     """FP8 GEMMs want both features divisible by 16 (cuBLASLt; Transformer Engine refuses others)."""
-    return linear.in_features % 16 == 0 and linear.out_features % 16 == 0
+    fits = linear.in_features % 16 == 0 and linear.out_features % 16 == 0
+    return fits and checks.layer(name, linear) is None
 
 
 def convert(
@@ -37,26 +39,47 @@ def convert(
     decides what fits; default `fits_hardware`. `model` becomes the root: its outermost call is one forward.
     `amax_group`: ranks over which amax is reduced while `recipe.reduce_amax` is set; None: all, as in
     Transformer Engine, if torch.distributed is initialised.
+
+    A layer has no double backward once it is converted (`fp8watch.emulation.first_order`). Raises `TypeError` for an
+    argument that is of another kind than it should be, and `ValueError` for a layer that `filter` wants and that
+    cannot be (all of them named); nothing has been converted then.
     """
-    recipe = recipe or DelayedScaling()
-    fits = filter or fits_hardware
+    checks.module("model", model)
+    recipe = DelayedScaling() if recipe is None else recipe
+    checks.of_kind("recipe", recipe, DelayedScaling, "fp8watch.emulation.DelayedScaling(...)")
+    if filter is not None and (isinstance(filter, type) or not callable(filter)):
+        checks.of_kind("filter", filter, (), "a function filter(name, linear) that says whether a layer is converted")
     group = AmaxGroup(amax_group)
-    converted: list[str] = []
-    for name, module in model.named_modules():
-        if type(module) is not nn.Linear:
-            continue
-        if not fits(name, module):
-            _log.info("%s (%s x %s) stays as it is", name, module.out_features, module.in_features)
-            continue
+    chosen = _chosen(model, fits_hardware if filter is None else filter)
+    for module in chosen.values():
         module.__class__ = Fp8Linear
         assert isinstance(module, Fp8Linear)
         module.start_fp8(recipe, group)
-        converted.append(name)
     if fp8_modules(model) and enter not in model._forward_pre_hooks.values():
         # Module-level functions, so that copy.deepcopy and pickle of the model keep working.
         model.register_forward_pre_hook(enter, prepend=True)
         model.register_forward_hook(leave, always_call=True)
-    return converted
+    return list(chosen)
+
+
+def _chosen(model: nn.Module, fits: Filter) -> dict[str, nn.Linear]:
+    """The layers to be converted, by name. Raises `ValueError` for those that are wanted and cannot be."""
+    chosen: dict[str, nn.Linear] = {}
+    wrong = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LazyLinear):
+            _log.warning("%s is lazy and stays as it is: run one forward first, and convert the model then", name)
+        if type(module) is not nn.Linear:
+            continue
+        if not fits(name, module):
+            _log.info("%s (%s x %s) stays as it is", name, module.out_features, module.in_features)
+        elif reason := checks.layer(name, module):
+            wrong.append(reason)
+        else:
+            chosen[name] = module
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return chosen
 
 
 __all__ = ["Filter", "convert", "fits_hardware", "fp8_modules"]

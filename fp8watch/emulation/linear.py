@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from fp8watch.emulation import checks
 from fp8watch.emulation.cast import measure_amax, quantize
+from fp8watch.emulation.first_order import first_order
 from fp8watch.emulation.recipe import DelayedScaling
 from fp8watch.emulation.region import Region, autocast, is_in_backward, open_region, recomputed_region
 from fp8watch.emulation.scaling import ScalingState
@@ -53,10 +54,13 @@ class Fp8Linear(nn.Linear):
         amax_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.start_fp8(recipe or DelayedScaling(), AmaxGroup(amax_group))
+        if reason := checks.layer("Fp8Linear", self):
+            raise ValueError(reason)
+        self.start_fp8(DelayedScaling() if recipe is None else recipe, AmaxGroup(amax_group))
 
     def start_fp8(self, recipe: DelayedScaling, amax_group: AmaxGroup) -> None:
         """Fresh FP8 state (scales 1, histories 0): of a new layer, or of an `nn.Linear` whose class was changed."""
+        checks.of_kind("recipe", recipe, DelayedScaling, "fp8watch.emulation.DelayedScaling(...)")
         device = self.weight.device if self.weight.device.type != "meta" else torch.device("cpu")
         length = recipe.amax_history_len
         self.recipe = recipe
@@ -68,6 +72,7 @@ class Fp8Linear(nn.Linear):
 
     def set_high_precision(self, high_precision: bool) -> None:
         """Run in BF16 from the next region on, or in FP8 again with scales made from the amax seen meanwhile."""
+        checks.of_kind("high_precision", high_precision, bool, "True or False")
         if high_precision == self.is_high_precision:
             return
         self.is_high_precision = high_precision
@@ -181,7 +186,7 @@ class _Fp8Matmul(torch.autograd.Function):
         return y.to(out_dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         module: Fp8Linear = ctx.module
         ctx.region.begin_backward()

@@ -1,49 +1,49 @@
 """The delayed-scaling recipe: a mutable object, as in Transformer Engine, read at every scale update.
 
 `margin`, `amax_compute_algo` and `reduce_amax` may be changed while a run goes on and take effect at the next
-update. `fp8_format` and `amax_history_len` are read when a module is made; a later change is ignored, as
-Transformer Engine does for the same recipe object.
+update; what may not be given may not be set either. `fp8_format` and `amax_history_len` are read when a module is
+made; a later change is ignored, as Transformer Engine does for the same recipe object.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from fp8watch.formats import E4M3, E5M2, Fp8Format
+from fp8watch.emulation import checks
+from fp8watch.formats import E4M3, E5M2, MAX_MARGIN, Fp8Format
 
 FormatName = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
+MAX_HISTORY = 65_536
+"""Updates: 64 times Transformer Engine's default, and 0.75 MB a layer."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DelayedScaling:
     """Scale of a tensor = fp8_max * 2^-margin / amax over a window of past updates.
 
-    Defaults are those of Transformer Engine 2.20's `DelayedScaling`. Raises `ValueError` for what it does not know.
+    Defaults are those of Transformer Engine 2.20's `DelayedScaling`. Raises `TypeError` for what is of another kind
+    than it should be, `ValueError` for what is out of bounds or unknown.
     """
 
     margin: float = 0.0
-    """Head-room in powers of two."""
+    """Head-room in powers of two, from -16 to 16 (`fp8watch.formats.MAX_MARGIN`)."""
     fp8_format: FormatName = "HYBRID"
     """HYBRID: E4M3 for input and weight, E5M2 for gradients. E4M3: that for all."""
     amax_history_len: int = 1024
-    """Window in updates (micro-batches, not optimizer steps)."""
+    """Window in updates (micro-batches, not optimizer steps), from 1 to `MAX_HISTORY`."""
     amax_compute_algo: AmaxAlgorithm = "max"
     """What is taken from the window."""
     reduce_amax: bool = True
     """Take the maximum over the process group before the update."""
 
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.margin):
-            raise ValueError(f"margin must be finite, not {self.margin}")
-        if self.fp8_format not in get_args(FormatName):
-            raise ValueError(f"fp8_format must be one of {get_args(FormatName)}, not {self.fp8_format!r}")
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len must be at least 1, not {self.amax_history_len}")
-        if self.amax_compute_algo not in get_args(AmaxAlgorithm):
-            raise ValueError(f"amax_compute_algo must be one of {get_args(AmaxAlgorithm)}")
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = _CHECKS.get(name)
+        if check is not None:
+            check(name, value)
+        object.__setattr__(self, name, value)
 
     @property
     def forward_format(self) -> Fp8Format:
@@ -54,3 +54,12 @@ class DelayedScaling:
     def backward_format(self) -> Fp8Format:
         """Format of the output's gradient."""
         return E5M2 if self.fp8_format == "HYBRID" else E4M3
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "margin": lambda name, value: checks.number(name, value, -MAX_MARGIN, MAX_MARGIN),
+    "fp8_format": lambda name, value: checks.one_of(name, value, get_args(FormatName)),
+    "amax_history_len": lambda name, value: checks.whole(name, value, 1, MAX_HISTORY),
+    "amax_compute_algo": lambda name, value: checks.one_of(name, value, get_args(AmaxAlgorithm)),
+    "reduce_amax": lambda name, value: checks.of_kind(name, value, bool, "True or False"),
+}

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
+from fp8watch.emulation import checks
 from fp8watch.emulation.update import update_scales
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def fp8_modules(model: torch.nn.Module) -> list[Fp8Linear]:
     """The converted layers of a model, each once, in `modules()` order."""
     from fp8watch.emulation.linear import Fp8Linear
 
+    checks.module("model", model)
     return [module for module in model.modules() if isinstance(module, Fp8Linear)]
 
 
@@ -176,8 +178,10 @@ def autocast(owner: torch.nn.Module | None = None) -> Iterator[None]:
 
     `owner`: the model whose modules all take part in the update, run or not; needed when amax is reduced over
     ranks that may run different modules. Inside another region, or during recomputation, it changes nothing.
-    Nothing is updated when the body raises.
+    Nothing is updated when the body raises. Raises `TypeError` for an owner that is no model.
     """
+    if owner is not None:
+        checks.module("owner", owner)
     if open_region() is not None or is_in_backward():
         yield
         return

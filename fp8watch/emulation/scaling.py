@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8watch.emulation.recipe import DelayedScaling
+from fp8watch.emulation import checks
+from fp8watch.emulation.recipe import MAX_HISTORY, DelayedScaling
 from fp8watch.formats import Fp8Format
 
 _TENSORS = ("scale", "amax_history", "newest_amax")
@@ -19,9 +20,16 @@ _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 class ScalingState:
-    """What `RecipeState` is in Transformer Engine. Tensors are changed in place only; they start at 1 and 0."""
+    """What `RecipeState` is in Transformer Engine. Tensors are changed in place only; they start at 1 and 0.
+
+    Raises `TypeError` and `ValueError` as `DelayedScaling` does.
+    """
 
     def __init__(self, tensors: Sequence[str], fmt: Fp8Format, history_len: int, device: torch.device) -> None:
+        if isinstance(tensors, str) or not tensors or not all(isinstance(name, str) for name in tensors):
+            raise TypeError(f"tensors: the names of one or more tensors are wanted, got {tensors!r}")
+        checks.of_kind("fmt", fmt, Fp8Format, "one of fp8watch.formats")
+        checks.whole("history_len", history_len, 1, MAX_HISTORY)
         self.tensors = tuple(tensors)
         self.fmt = fmt
         self.scale = torch.ones(len(self.tensors), dtype=torch.float32, device=device)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from fp8watch.emulation import checks
 from fp8watch.emulation.taps import all_taps
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class AmaxGroup:
     """Holds the process group of a module: shared by deep copies, left behind by pickling (None is the world)."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        checks.group("amax_group", group)
         self.group = group
 
     def __deepcopy__(self, memo: dict[int, object]) -> AmaxGroup:
