@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from pathlib import Path
+
+from fp8watch.atomic_file import replace_file
 
 logger = logging.getLogger(__name__)
 NAME = "incarnation"
@@ -29,13 +30,9 @@ def begin(folder: Path, now_ns: int) -> int:
     if known > now_ns:
         logger.warning("this node's clock was set back %.0f s since its last agent began", (known - now_ns) / 1e9)
     number = max(now_ns, known + 1 if 0 <= known < MAX_NUMBER else 0)
-    partial = path.with_suffix(".partial")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial.write_text(str(number), encoding="ascii")
-        os.replace(partial, path)
+        replace_file(path, str(number).encode("ascii"), durable=True)
     except OSError as error:
         logger.warning("the number of this agent cannot be kept (%s): its clock must not be set back", error)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
     return number

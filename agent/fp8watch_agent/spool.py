@@ -18,9 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8watch.atomic_file import replace_file
+
 logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 4 * 1024**2
 MEMORY_BYTES = 16 * 1024**2
+_MODE = 0o600
+"""Of a segment: it holds what a run sends."""
 _HEAD = struct.Struct(">IHB")
 """Length of the data, length of the run's name, 1 for a frame."""
 
@@ -167,7 +171,7 @@ class Spool:
             self.close()
             path = self._folder / f"{self._next:012d}.seg"
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._writer = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            self._writer = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, _MODE)
             self._writer_path, self._writer_bytes = path, 0
             self._next += 1
             self._sizes[path] = 0
@@ -212,10 +216,9 @@ class Spool:
         parts = [
             _HEAD.pack(len(e.data), len(e.run.encode()), e.is_frame) + e.run.encode() + e.data for e in kept
         ]  # fmt: skip
-        partial = path.with_suffix(".partial")
         try:
-            partial.write_bytes(b"".join(parts))
-            os.replace(partial, path)
+            # What has lain on the disk must not be lost with the power for its having been shortened.
+            replace_file(path, b"".join(parts), durable=True, mode=_MODE)
             self._sizes[path] = sum(map(len, parts))
         except OSError as error:
             logger.warning("spool segment %s cannot be shortened: %s", path, error)

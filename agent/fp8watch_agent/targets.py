@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from fp8watch.atomic_file import replace_file
 from fp8watch.transport import endpoint as endpoints
 from fp8watch.transport.endpoint import Endpoint
 
@@ -30,6 +31,11 @@ def announce(directory: Path, endpoint: Endpoint) -> bool:
     return True
 
 
+def _scheme(url: str) -> dict[str, str]:
+    """How Prometheus is told that a target speaks https; http is what it takes for granted."""
+    return {"__scheme__": "https"} if urlsplit(url).scheme == "https" else {}
+
+
 def refresh(directory: Path) -> None:
     """Bring `targets.json` up to date. Raises `OSError` when the folder cannot be written."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -39,8 +45,12 @@ def refresh(directory: Path) -> None:
         except OSError as error:  # file systems without locks: the last writer wins
             logger.debug("no lock on %s: %s", lock.name, error)
         groups = [
-            {"targets": [urlsplit(e.metrics_url).netloc], "labels": {"__meta_fp8watch_run": e.run}}
+            {
+                "targets": [urlsplit(e.metrics_url).netloc],
+                "labels": {"__meta_fp8watch_run": e.run, **_scheme(e.metrics_url)},
+            }
             for e in endpoints.read_all(directory)
             if e.metrics_url and e.state == "live" and not endpoints.is_gone(e)
         ]
-        endpoints.replace_file(directory / "targets.json", msgspec.json.format(msgspec.json.encode(groups)) + b"\n")
+        content = msgspec.json.format(msgspec.json.encode(groups)) + b"\n"
+        replace_file(directory / "targets.json", content, durable=False, mode=endpoints.MODE)

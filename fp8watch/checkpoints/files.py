@@ -1,4 +1,4 @@
-"""Files that are either complete or absent: hashed while written, synced, renamed.
+"""The files of a checkpoint: summed up while they are written, synced, and compared with their sums.
 
 A large file is hashed in pieces, so that several threads can check it: a rollback waits for this.
 """
@@ -87,33 +87,12 @@ def _sum(digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def sync_directory(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and make it durable."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file's contents atomically and durably. Raises `OSError`, the old contents then remain."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write_synced(temporary, data)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
 
 
 def measure(path: Path) -> FileEntry:

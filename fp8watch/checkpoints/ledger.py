@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from fp8watch.atomic_file import replace_file
 from fp8watch.checkpoints import manifest as manifests
-from fp8watch.checkpoints.files import replace_file
 from fp8watch.errors import CheckpointError
 from fp8watch.records import CheckpointLabel, CheckpointRecord
 
@@ -114,7 +114,9 @@ class Ledger:
         if not self._is_writer:
             return
         try:
-            replace_file(self._root / NAME, msgspec.json.format(msgspec.json.encode(contents), indent=2) + b"\n")
+            replace_file(
+                self._root / NAME, msgspec.json.format(msgspec.json.encode(contents), indent=2) + b"\n", durable=True
+            )
         except OSError as error:
             raise CheckpointError(f"ledger cannot be written: {error}") from error
 

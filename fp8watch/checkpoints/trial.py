@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from fp8watch.checkpoints.files import replace_file
+from fp8watch.atomic_file import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Trial:
             return False
         self._is_open = True
         try:
-            replace_file(self._path, msgspec.json.encode(_Trials(checkpoint=checkpoint, times=times)))
+            replace_file(self._path, msgspec.json.encode(_Trials(checkpoint=checkpoint, times=times)), durable=True)
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error)
         return True

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from fp8watch.atomic_file import replace_file, sync_directory
 from fp8watch.checkpoints import contents, manifest
 from fp8watch.checkpoints.checksum import all_finite, parameter_checksum
-from fp8watch.checkpoints.files import replace_file, sync_directory, write_synced
+from fp8watch.checkpoints.files import write_synced
 from fp8watch.checkpoints.manifest import FileEntry, Manifest, RankPart
 from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.checkpoints.place import Place
@@ -90,7 +91,7 @@ class Underway:
         part = msgspec.structs.replace(self._described, files={**self._described.files, **files})
         if self._place.layout != "whole":
             try:
-                replace_file(self.folder / self._place.part_file, msgspec.json.encode(part))
+                replace_file(self.folder / self._place.part_file, msgspec.json.encode(part), durable=True)
             except OSError as error:
                 self._give_up(str(error))
                 raise CheckpointError(f"checkpoint of step {self.step} could not be saved: {error}") from error

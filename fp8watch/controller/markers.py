@@ -11,20 +11,17 @@ import json
 import os
 from pathlib import Path
 
+from fp8watch.atomic_file import replace_file
 from fp8watch.training.disarm import disarm_files
 from fp8watch.transport.places import run_folder
 
 
 def write_halted(directory: Path, run: str, *, reason: str, step: int, time_unix: float) -> Path:
-    """Mark a run as halted, on disk before this returns."""
+    """Mark a run as halted, on disk before this returns. Raises `OSError`."""
     path = run_folder(directory, run) / "halted.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")  # every rank writes it, and the controller
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump({"run": run, "reason": reason, "step": step, "time_unix": time_unix}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    content = json.dumps({"run": run, "reason": reason, "step": step, "time_unix": time_unix})
+    replace_file(path, content.encode(), durable=True)  # every rank writes it, and the controller
     return path
 
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch.atomic_file import replace_file
 from fp8watch.controller.merge import Merger
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
@@ -104,7 +105,7 @@ def is_recording(path: Path) -> bool:
 
 
 def write(path: Path, runs: Iterable[RecordedRun]) -> None:
-    """Write runs to a file, in this order."""
+    """Write runs to a file, in this order: all of them or, when it fails, none."""
     packed = []
     for run in runs:
         by_rank: dict[int, list[StepFrame]] = {}
@@ -115,7 +116,7 @@ def write(path: Path, runs: Iterable[RecordedRun]) -> None:
     content = msgspec.msgpack.encode(_File(version=FORMAT_VERSION, runs=packed))
     # A larger window than the content takes memory and finds nothing.
     preset = 6 if len(content) < 8 * 1024**2 else 9
-    path.write_bytes(lzma.compress(content, preset=preset | lzma.PRESET_EXTREME))
+    replace_file(path, lzma.compress(content, preset=preset | lzma.PRESET_EXTREME), durable=False)
 
 
 def load(path: Path) -> list[RecordedRun]:

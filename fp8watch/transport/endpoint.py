@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from fp8watch.atomic_file import replace_file
 from fp8watch.records import RunRecord
 from fp8watch.transport import places
+
+MODE = 0o644
+"""Of endpoints and targets: Prometheus and the console may run as other users."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +41,8 @@ def write(directory: Path, endpoint: Endpoint) -> None:
     """Write a run's endpoint under `directory`, at once or not at all. Raises `OSError`."""
     path = places.endpoint_file(directory, endpoint.run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, msgspec.json.format(msgspec.json.encode(endpoint), indent=2) + b"\n")
+    content = msgspec.json.format(msgspec.json.encode(endpoint), indent=2) + b"\n"
+    replace_file(path, content, durable=False, mode=MODE)  # written anew by the next process
 
 
 def read(directory: Path, run: str) -> Endpoint | None:
@@ -72,19 +76,6 @@ def as_it_is(record: RunRecord, endpoint: Endpoint | None) -> RunRecord:
     if record.state != "running" or endpoint is None or not is_gone(endpoint):
         return record
     return msgspec.structs.replace(record, state="lost", reason="the process that watched it is gone")
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Put `content` in the place of `path`; a reader sees the old or the new. Raises `OSError`."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # Prometheus and the console may run as other users
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _read(path: Path) -> Endpoint | None:
