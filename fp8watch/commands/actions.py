@@ -33,7 +33,7 @@ def list_actions(
     as_json: JsonOption = False,
 ) -> None:
     """List the actions of a run in the order they were decided."""
-    found = stores.find(stores.folder(directory), name or run)
+    found = stores.find(stores.folder(directory), run if name is None else name)
     with stores.reading(found) as store:
         actions = list(store.read(found.record.run, ActionRecord))
     if waiting:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from fp8watch.commands import values
 from fp8watch.commands.output import not_found
 from fp8watch.errors import BadInput, MissingDependency
 
@@ -19,21 +20,28 @@ app = typer.Typer(help="Decide for all runs of a cluster.", add_completion=False
 
 @app.command()
 def controller(
-    redis: Annotated[str | None, typer.Option(help="Redis of the cluster; default: FP8WATCH_REDIS_URL.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of this process; default: host and process id.")] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(parser=values.text, metavar="URL", help="Redis of the cluster; default: FP8WATCH_REDIS_URL."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(parser=values.text, metavar="NAME", help="Name of this process; default: host and process id."),
+    ] = None,
     max_mode: Annotated[str, typer.Option(help="observe, approve or auto: caps every run's policy.")] = "auto",
     metrics_host: Annotated[str, typer.Option(help="Address of /metrics.")] = "127.0.0.1",
-    metrics_port: Annotated[int, typer.Option(help="Port of /metrics; 0: a free one.")] = 9465,
-    log_level: Annotated[str | None, typer.Option(help="Level of the log on stderr.")] = None,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics; 0: a free one.")] = 9465,
+    log_level: Annotated[
+        str | None, typer.Option(parser=values.log_level, metavar="LEVEL", help="Level of the log on stderr.")
+    ] = None,
 ) -> None:
     """Serve until told to stop (SIGTERM). One of several is active, the others take over when it falls silent."""
     from fp8watch.security import PURPOSES, Signer, load_ring
+    from fp8watch.security.metrics_access import MetricsAccess
     from fp8watch.settings import from_environment
 
     settings = from_environment()
-    logging.basicConfig(
-        level=(log_level or settings.log_level).upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=log_level or settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     url = redis or (settings.redis_url.get_secret_value() if settings.redis_url is not None else None)
     if url is None:
         raise BadInput(["arguments:1: redis: give --redis URL or FP8WATCH_REDIS_URL"])
@@ -47,6 +55,7 @@ def controller(
     except MissingDependency as error:
         raise not_found(str(error)) from error
     rings = {purpose: load_ring(settings, purpose) for purpose in PURPOSES}
+    access = MetricsAccess.load(settings)
     missing = [f"FP8WATCH_{purpose.upper()}_KEY" for purpose, ring in rings.items() if ring is None]
     if missing and not settings.allow_unsigned and mode != "observe":
         mode = "observe"
@@ -67,7 +76,7 @@ def controller(
         listener=tally,
         on_open=tally.open_findings,
     )
-    exporter = ControllerExporter(program, tally)
+    exporter = ControllerExporter(program, tally, access)
     try:
         exporter.start(metrics_host, metrics_port)
     except OSError as error:

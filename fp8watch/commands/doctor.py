@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from fp8watch.commands import doctor_cluster, stores
+from fp8watch.commands import doctor_cluster, stores, values
 from fp8watch.commands.checks import Check
 from fp8watch.commands.output import print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
@@ -29,9 +29,17 @@ def command(
     directory: DirOption = None,
     with_torch: bool = typer.Option(True, help="Import torch, to look for accelerators (seconds)."),
     cluster: Annotated[bool, typer.Option("--cluster", help="Check Redis, controller and agents instead.")] = False,
-    redis: Annotated[str | None, typer.Option(help="With --cluster: Redis; default: FP8WATCH_REDIS_URL.")] = None,
-    expect_agents: Annotated[int | None, typer.Option(help="With --cluster: how many nodes there should be.")] = None,
-    agent_socket: Annotated[str | None, typer.Option(help="With --cluster: socket; default: FP8WATCH_AGENT.")] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(parser=values.text, metavar="URL", help="With --cluster: Redis; default: FP8WATCH_REDIS_URL."),
+    ] = None,
+    expect_agents: Annotated[
+        int | None, typer.Option(min=0, max=1_000_000, help="With --cluster: how many nodes there should be.")
+    ] = None,
+    agent_socket: Annotated[
+        str | None,
+        typer.Option(parser=values.text, metavar="SOCKET", help="With --cluster: socket; default: FP8WATCH_AGENT."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine, or a cluster; exit 3 when something that is needed does not work."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fp8watch import action_words
-from fp8watch.commands import stores
+from fp8watch.commands import stores, values
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
 from fp8watch.records import ActionRecord, Finding
@@ -25,7 +25,7 @@ def list_incidents(
     name: RunArgument = None, run: RunOption = None, directory: DirOption = None, as_json: JsonOption = False
 ) -> None:
     """List the incidents of a run."""
-    found = stores.find(stores.folder(directory), name or run)
+    found = stores.find(stores.folder(directory), run if name is None else name)
     grouped: dict[str, list[Finding]] = defaultdict(list)
     answers: dict[str, list[ActionRecord]] = defaultdict(list)
     with stores.reading(found) as store:
@@ -81,7 +81,9 @@ def show(
 @app.command()
 def export(
     incident: IncidentArgument,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: INCIDENT.zip.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", parser=values.folder, metavar="FILE", help="Default: INCIDENT.zip.")
+    ] = None,
     run: RunOption = None,
     directory: DirOption = None,
     as_json: JsonOption = False,

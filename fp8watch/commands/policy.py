@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fp8watch.commands import values
 from fp8watch.commands.output import fail, print_json, print_table
 from fp8watch.commands.stores import JsonOption
 from fp8watch.errors import BadInput
@@ -51,13 +52,18 @@ def compare(
     second: Annotated[str, typer.Argument(help="Another one.")],
     paths: Annotated[list[str], typer.Argument(help="Recorded runs: whatever `replay` reads.", metavar="RUN...")],
     assume: Annotated[str, typer.Option(help="helped | nothing: what is assumed of remedies.")] = "helped",
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints, of logs. 0: none.")] = 0,
-    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of warm-up, of logs.")] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, max=values.MAX_COUNT, help="Steps between checkpoints, of logs. 0: none.")
+    ] = 0,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, max=values.MAX_COUNT, help="Steps of warm-up, of logs.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Rehearse two policies on the same runs: what each would have done, and at what cost."""
     from fp8watch.policy import load
     from fp8watch.replay import compare as comparing
+    from fp8watch.replay.recording import NOTE
     from fp8watch.replay.run import Assumptions
 
     if assume not in {"helped", "nothing"}:
@@ -77,13 +83,16 @@ def compare(
         checkpoint_every=checkpoint_every,
         warmup_steps=warmup_steps,
     )
-    runs, problems = comparing.compare(policies, paths, assumptions)
+    notes: list[str] = []
+    runs, problems = comparing.compare(policies, paths, assumptions, notes)
     if as_json:
         print_json(comparing.as_json(runs, list(policies)))
     elif runs:
         columns = ["run", "found", "policy", "done", "steps replayed", "asked", "proposed", "in the way", "apart at"]
         print_table(f"Assuming that remedies {'help' if assume == 'helped' else 'do nothing'}", columns,
                     comparing.rows(runs, list(policies)))  # fmt: skip
+    for note in notes:
+        typer.echo(f"{NOTE}{note}", err=True)
     if problems:
         raise fail(BadInput(problems))
 

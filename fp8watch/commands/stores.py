@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from fp8watch.commands import values
 from fp8watch.commands.output import not_found
 from fp8watch.controller.stores.base import Store
 from fp8watch.controller.stores.sqlite import SqliteStore
@@ -23,8 +24,12 @@ from fp8watch.records import RunRecord
 
 WHERE = "FP8WATCH_DIR or --dir says where runs are kept"
 DirOption = Annotated[
-    Path | None, typer.Option("--dir", help="Folder that holds the runs; default: FP8WATCH_DIR, else .fp8watch.")
-]
+    Path | None,
+    typer.Option(
+        "--dir", parser=values.folder, metavar="FOLDER",
+        help="Folder that holds the runs; default: FP8WATCH_DIR, else .fp8watch.",
+    ),
+]  # fmt: skip
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fp8watch.commands import values
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput
 from fp8watch.policy.load import load
 from fp8watch.replay.run import Assumptions, replay
@@ -30,9 +31,14 @@ AssumeOption = Annotated[
     Outcome, typer.Option(help="What is assumed of remedies: each works at once, or none does anything.")
 ]
 CheckpointOption = Annotated[
-    int, typer.Option(min=0, help="Steps between checkpoints, of logs that do not say when they saved. 0: none.")
+    int,
+    typer.Option(
+        min=0, max=values.MAX_COUNT, help="Steps between checkpoints, of logs that do not say when they saved. 0: none."
+    ),
 ]
-WarmupOption = Annotated[int | None, typer.Option(min=0, help="Steps of warm-up, of logs that do not say.")]
+WarmupOption = Annotated[
+    int | None, typer.Option(min=0, max=values.MAX_COUNT, help="Steps of warm-up, of logs that do not say.")
+]
 
 
 def command(

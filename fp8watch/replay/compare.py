@@ -34,9 +34,10 @@ class Compared:
 
 
 def compare(
-    policies: dict[str, Policy], paths: Sequence[Path | str], assumptions: Assumptions
+    policies: dict[str, Policy], paths: Sequence[Path | str], assumptions: Assumptions, notes: list[str] | None = None
 ) -> tuple[list[Compared], list[str]]:
-    """Every run at these paths under every policy, in one pass a run; and what was wrong with the input."""
+    """Every run at these paths under every policy, in one pass a run; and what was wrong with the input. `notes` gets
+    what is to be said of how a run was read."""
     found: list[Compared] = []
 
     def one(recording: Recording) -> None:
@@ -55,6 +56,8 @@ def compare(
         finally:  # a bad row ends the run; what came before it counts
             compared.costs = {name: rehearsal.cost() for name, rehearsal in rehearsals.items()}
             compared.apart_at = _apart_at(compared.answers)
+            if notes is not None:
+                notes.extend(recording.notes)
 
     problems = each(paths, one)
     return found, problems

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.policy.view import Trouble, trouble_of
+from fp8watch.replay.lines import shown
 from fp8watch.replay.recording import Recording, Seen
 
 
 def detected(recording: Recording) -> Iterator[Seen]:
     """Every step in order. Raises `BadInput` at the row that is wrong; what came before it has been yielded."""
     if recording.steps is not None:
-        yield from recording.steps()
+        yield from _noting_lost_losses(recording, recording.steps())
         return
     pipeline = Pipeline(recording.run)
 
@@ -25,3 +26,17 @@ def detected(recording: Recording) -> Iterator[Seen]:
 
     for sample in recording.samples:
         yield Seen(sample=sample, findings=pipeline.observe(sample), troubles=troubles)
+
+
+def _noting_lost_losses(recording: Recording, steps: Iterator[Seen]) -> Iterator[Seen]:
+    """A run of our own says nothing of a loss that it was not given; the readers of logs count their own."""
+    count = first = 0
+    try:
+        for seen in steps:
+            if "loss" not in seen.sample.scalars:
+                count, first = count + 1, first or seen.sample.step
+            yield seen
+    finally:
+        if count:
+            steps_have = "1 step has" if count == 1 else f"{count} steps have"
+            recording.notes.append(f"{shown(recording.run)}: {steps_have} no loss (not observed), from step {first} on")

@@ -35,6 +35,8 @@ def open_path(source: Path | str) -> list[Recording]:
     """
     if isinstance(source, str) and cluster.is_url(source):
         return cluster.read(source)
+    if source == "":  # a variable of the shell that was not set; `Path` takes it for the current folder
+        raise BadInput(["command line:1: path: empty; the current folder is '.'"])
     path = Path(source)
     if not path.exists():
         raise BadInput([f"{path}:1: path: no such file or folder"])

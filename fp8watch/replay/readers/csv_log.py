@@ -19,6 +19,7 @@ from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
 from fp8watch.replay.lines import lines, shown
 from fp8watch.replay.readers.names import Rows, columns_of, doubled, meaning, several
+from fp8watch.replay.readers.without_loss import is_of_evaluation
 from fp8watch.replay.recording import Recording
 
 MAX_NAMES = 32
@@ -40,14 +41,11 @@ def read_all(path: Path) -> list[Recording]:
         raise BadInput([f"{path}:1: row: {error}"]) from error
     found = columns_of(header)
     if "step" in found and "loss" not in found and (runs := _runs(header, found["step"])):
-        return [
-            Recording(run=run, source="wandb", samples=_samples(path, where), notes=_notes(path, header, where, run))
-            for run, where in runs.items()
-        ]
+        return [_of_chart(path, header, runs, run) for run in runs]
     notes = [several(f"{path}:1", *item) for item in doubled(header, found)]
     # Lightning calls every log the same; its folder (version_3) tells them apart.
     run = path.resolve().parent.name if path.name == "metrics.csv" else path.stem
-    return [Recording(run=run or path.stem, source="csv", samples=_samples(path, found), notes=notes)]
+    return [Recording(run=run or path.stem, source="csv", samples=_samples(path, found, notes), notes=notes)]
 
 
 def looks_like_rows(head: str) -> bool:
@@ -77,6 +75,13 @@ def _runs(header: list[str], step: int) -> dict[str, dict[str, int]]:
     return {run: where for run, where in runs.items() if "loss" in where}
 
 
+def _of_chart(path: Path, header: list[str], runs: dict[str, dict[str, int]], run: str) -> Recording:
+    """One run of a chart's export. With several, a row has a cell for each of them, whichever has logged that step."""
+    notes = _notes(path, header, runs[run], run)
+    why = f"run {shown(run)} ended, logged other steps than the others, or had a NaN there" if len(runs) > 1 else ""
+    return Recording(run=run, source="wandb", samples=_samples(path, runs[run], notes, why), notes=notes)
+
+
 def _notes(path: Path, header: list[str], where: dict[str, int], run: str) -> list[str]:
     """What is said of a run whose chart has several metrics that are one scalar."""
     own = [cell.strip().rpartition(_SEPARATOR) for cell in header]
@@ -84,9 +89,9 @@ def _notes(path: Path, header: list[str], where: dict[str, int], run: str) -> li
     return [several(f"{path}:1", *item) for item in doubled(metrics, where)]
 
 
-def _samples(path: Path, where: dict[str, int]) -> Iterator[Sample]:
+def _samples(path: Path, where: dict[str, int], notes: list[str], why_empty: str = "") -> Iterator[Sample]:
     rows = _cells(lines(path))  # csv.reader, whose type has no name
-    joined = Rows(path)
+    joined = Rows(path, notes, "an empty cell", why_empty)
     try:
         header: list[str] = next(rows, [])
         width = len(header)
@@ -98,15 +103,19 @@ def _samples(path: Path, where: dict[str, int]) -> Iterator[Sample]:
                 raise BadInput([f"{path}:1: header: there is none, the first line is empty"])
             there = ", ".join(shown(cell.strip()) for cell in header[:MAX_NAMES])
             raise BadInput([f"{path}:1: {key}: no such column in the header; there are: {there}" for key in missing])
+        scores = [at for at, cell in enumerate(header) if at not in where.values() and is_of_evaluation(cell)]
         for cells in rows:
             if any(cell.strip() for cell in cells):
-                row = _row(path, rows.line_num, cells, where, width)
-                yield from joined.row(*row, f"{path}:{rows.line_num}")
+                step, scalars = _row(path, rows.line_num, cells, where, width)
+                is_empty = "loss" not in scalars and bool(cells[where["step"]].strip())
+                has_scores = any(cells[at].strip() for at in scores)
+                at = f"{path}:{rows.line_num}"
+                yield from joined.row(step, scalars, at, is_empty=is_empty, has_scores=has_scores)
     except csv.Error as error:
-        yield from joined.flush()
+        yield from joined.cut_off()
         raise BadInput([f"{path}:{max(1, rows.line_num)}: row: {error}"]) from error
     except BadInput:
-        yield from joined.flush()
+        yield from joined.cut_off()
         raise
     yield from joined.finish()
 

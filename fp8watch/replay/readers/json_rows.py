@@ -18,6 +18,7 @@ from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
 from fp8watch.replay.lines import beginning, lines, shown
 from fp8watch.replay.readers.names import OneName, Rows, meaning, number, whole
+from fp8watch.replay.readers.without_loss import is_of_evaluation
 from fp8watch.replay.recording import Recording
 
 LIMIT_BYTES = 1 << 29
@@ -39,7 +40,7 @@ def read_list(path: Path) -> Recording:
 
 def _recording(path: Path, rows: Iterator[tuple[str, Any]]) -> Recording:
     notes: list[str] = []
-    return Recording(run=_name(path), source="wandb", samples=_joined(path, rows, OneName(notes)), notes=notes)
+    return Recording(run=_name(path), source="wandb", samples=_joined(path, rows, notes), notes=notes)
 
 
 def looks_like_rows(head: str) -> bool:
@@ -84,24 +85,35 @@ def _items(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}:1: [{count}]", row
 
 
-def _joined(path: Path, rows: Iterator[tuple[str, Any]], one_name: OneName) -> Iterator[Sample]:
-    joined = Rows(path)
+def _joined(path: Path, rows: Iterator[tuple[str, Any]], notes: list[str]) -> Iterator[Sample]:
+    joined, one_name = Rows(path, notes), OneName(notes)
     names = dict[str, None]()
     try:
         for where, row in rows:
             step, scalars = _row(where, row, one_name)
             if len(names) < MAX_NAMES:
                 names |= dict.fromkeys(map(str, row))
-            yield from joined.row(step, scalars, where)
+            is_empty = step is not None and "loss" not in scalars and _has_null_loss(row, one_name)
+            yield from joined.row(step or 0, scalars, where, is_empty=is_empty, has_scores=_has_scores(row))
         if not names:
             raise BadInput([f"{path}:1: rows: there are none"])
     except BadInput:
-        yield from joined.flush()
+        yield from joined.cut_off()
         raise
     yield from joined.finish(list(names)[:MAX_NAMES])
 
 
-def _row(where: str, row: Any, one_name: OneName) -> tuple[int, dict[str, float]]:
+def _has_null_loss(row: dict[str, Any], one_name: OneName) -> bool:
+    return any(
+        value is None and meaning(name) == "loss" and one_name.may_be("loss", name) for name, value in row.items()
+    )
+
+
+def _has_scores(row: dict[str, Any]) -> bool:
+    return any(value is not None and meaning(name) is None and is_of_evaluation(name) for name, value in row.items())
+
+
+def _row(where: str, row: Any, one_name: OneName) -> tuple[int | None, dict[str, float]]:
     if not isinstance(row, dict):
         raise BadInput([f"{where}: row: an object is wanted, found {type(row).__name__}"])
     scalars: dict[str, float] = {}
@@ -122,7 +134,7 @@ def _row(where: str, row: Any, one_name: OneName) -> tuple[int, dict[str, float]
         problems.append(f"{where}: step: missing")
     if problems:
         raise BadInput(problems)
-    return step or 0, scalars
+    return step, scalars
 
 
 def _loads(text: str) -> Any:

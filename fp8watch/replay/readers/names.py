@@ -10,6 +10,7 @@ from pathlib import Path
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
 from fp8watch.replay.lines import shown
+from fp8watch.replay.readers.without_loss import WithoutLoss
 from fp8watch.replay.recording import Attempts
 
 ALIASES = {
@@ -74,6 +75,10 @@ class OneName:
         self._taken: dict[str, str] = {}
         self._passed: set[str] = set()
 
+    def may_be(self, key: str, name: str) -> bool:
+        """Whether this is that name, or could become it: a value that is none decides nothing."""
+        return self._taken.get(key, name) == name
+
     def takes(self, key: str, name: str, where: str) -> bool:
         """Whether this is the name under which the scalar is read; `where`: `file:line` of the value."""
         taken = self._taken.setdefault(key, name)
@@ -122,17 +127,24 @@ class Rows:
     loggers write a row twice.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, notes: list[str], empty: str = "null", why_empty: str = "") -> None:
+        """`notes`: where remarks go; `empty`: what stands in the place of a loss that is not there."""
         self._path = path
+        self._notes, self._empty, self._why_empty = notes, empty, why_empty
+        self._without = WithoutLoss()
         self._attempts = Attempts()
         self._has_loss = self._has_rows = False
         self._step = -1
         self._where = ""
         self._scalars: dict[str, float] = {}
 
-    def row(self, step: int, scalars: dict[str, float], where: str) -> Iterator[Sample]:
-        """The next row, at `file:line`; the sample of the step before, once this row belongs to another."""
+    def row(
+        self, step: int, scalars: dict[str, float], where: str, *, is_empty: bool = False, has_scores: bool = False
+    ) -> Iterator[Sample]:
+        """The next row, at `file:line`; the sample of the step before, once this row belongs to another. `is_empty` and
+        `has_scores` as in `WithoutLoss`."""
         self._has_rows = True
+        self._without.row(step, where, has_loss="loss" in scalars, is_empty=is_empty, has_scores=has_scores)
         if not scalars:
             return
         self._has_loss = self._has_loss or "loss" in scalars
@@ -152,13 +164,23 @@ class Rows:
             scalars, self._scalars = self._scalars, {}
             yield self._attempts.sample(self._step, scalars, self._where)
 
+    def cut_off(self) -> Iterator[Sample]:
+        """The same where the log cannot be read further."""
+        yield from self.flush()
+        self._say()
+
+    def _say(self) -> None:
+        remark = self._without.remark(self._empty, self._why_empty) if self._has_loss else None
+        if remark is not None:
+            self._notes.append(remark)
+
     def finish(self, names: Iterable[str] = ()) -> Iterator[Sample]:
         """The same at the end of the log; `names`: what it has, where that is known.
 
         Raises `BadInput` for a log whose rows have no loss, or whose steps mostly do not grow: it would pass for one in
         which nothing was found.
         """
-        yield from self.flush()
+        yield from self.cut_off()
         if self._has_rows and not self._has_loss:
             known = ", ".join(map(shown, names))
             raise BadInput([f"{self._path}:1: loss: no row has one{known and '; there are: ' + known}"])

@@ -47,6 +47,8 @@ NEMO_FIELDS = {
     "grad_norm": re.compile(r"\bgrad_norm[:=]\s*" + _VALUE),
     "learning_rate": re.compile(r"\blr[:=]\s*" + _VALUE),
 }
+WHY_NONE = {"megatron": "Megatron prints none when every iteration since the last line was skipped, or was NaN"}
+"""Why a line of a log may have no loss (Megatron-LM `training_log`: a mean that is not above 0 is left out)."""
 _FORMATS = {
     "nemo": (_NEMO_STEP, NEMO_FIELDS),  # before Megatron's: it speaks of iterations too
     "megatron": (_MEGATRON_STEP, MEGATRON_FIELDS),
@@ -62,12 +64,13 @@ def recognise(text: str) -> str | None:
 
 def read(path: Path, kind: str) -> Recording:
     """The run in a log of this kind."""
-    return Recording(run=path.stem, source=kind, samples=_samples(path, kind))
+    notes: list[str] = []
+    return Recording(run=path.stem, source=kind, samples=_samples(path, kind, notes), notes=notes)
 
 
-def _samples(path: Path, kind: str) -> Iterator[Sample]:
+def _samples(path: Path, kind: str, notes: list[str]) -> Iterator[Sample]:
     step_of, fields = _FORMATS[kind]
-    joined = Rows(path)
+    joined = Rows(path, notes, "the line names none", WHY_NONE.get(kind, ""))
     try:
         for number, raw in enumerate(lines(path), start=1):
             line = _COLOUR.sub("", raw)
@@ -93,9 +96,8 @@ def _samples(path: Path, kind: str) -> Iterator[Sample]:
             if scalars.pop("nan_iterations", 0.0) > 0:
                 # Megatron leaves NaN iterations out of the mean it prints; the count is the only trace.
                 scalars["loss"] = float("nan")
-            if scalars:
-                yield from joined.row(int(digits), scalars, f"{path}:{number}")
+            yield from joined.row(int(digits), scalars, f"{path}:{number}", is_empty="loss" not in scalars)
     except BadInput:
-        yield from joined.flush()
+        yield from joined.cut_off()
         raise
     yield from joined.finish()

@@ -32,10 +32,12 @@ def read(path: Path) -> Recording:
     folder = path.resolve().parent
     if folder.name.startswith("checkpoint-"):
         folder = folder.parent
-    return Recording(run=folder.name or path.stem, source="trainer_state", samples=_samples(path))
+    notes: list[str] = []
+    samples = _samples(path, notes)
+    return Recording(run=folder.name or path.stem, source="trainer_state", samples=samples, notes=notes)
 
 
-def _samples(path: Path) -> Iterator[Sample]:
+def _samples(path: Path, notes: list[str]) -> Iterator[Sample]:
     if (size := path.stat().st_size) > LIMIT_BYTES:
         raise BadInput([f"{path}:1: json: {size} bytes, more than the {LIMIT_BYTES} that are read at once"])
     text = path.read_text(encoding=beginning(path, 4).encoding, errors="replace")
@@ -47,14 +49,15 @@ def _samples(path: Path) -> Iterator[Sample]:
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise BadInput([f"{path}:1: log_history: missing, or not a list"])
-    joined = Rows(path)
+    joined = Rows(path, notes)
     try:
         for number, entry in enumerate(history):
             if not isinstance(entry, dict) or "loss" not in entry:
                 continue  # evaluation and summary entries
-            yield from joined.row(*_row(path, number, entry), f"{path}:1: log_history[{number}]")
+            where = f"{path}:1: log_history[{number}]"
+            yield from joined.row(*_row(path, number, entry), where, is_empty=entry["loss"] is None)
     except BadInput:
-        yield from joined.flush()
+        yield from joined.cut_off()
         raise
     names = dict.fromkeys(str(name) for entry in history[:MAX_NAMES] if isinstance(entry, dict) for name in entry)
     yield from joined.finish(list(names)[:MAX_NAMES])
