@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.settings import Settings
+from fp8watch.training import materialised
+from fp8watch.training.agreement.groups import doubled_roles
+from fp8watch.training.foreign import attribute
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _OF_SCHEDULERS = ("step", "state_dict")
@@ -37,7 +40,7 @@ def problems(arguments: Mapping[str, Any]) -> list[str]:
         value = arguments[name]
         if value is None and name not in ("model", "optimizer"):
             continue
-        reason = check(value) or _unsaveable(name, value, arguments["checkpoints"])
+        reason = check(value) or _unsaveable(name, value, arguments["checkpoints"]) or _not_there(name, arguments)
         if reason is not None:
             found.append(f"{where}: {name}: {reason}")
     return found
@@ -106,8 +109,8 @@ def _scaler(value: Any) -> str | None:
 def _mesh(value: Any) -> str | None:
     if dist.is_available() and type(value) is int and value == dist.GroupMember.NON_GROUP_MEMBER:
         return None  # what `new_group` gives a rank outside of it
-    is_none = isinstance(value, (*_PLAIN, type)) or (callable(value) and not hasattr(value, "__len__"))
-    return f"a device mesh or process groups are wanted, got {shown(value)}" if is_none else None
+    is_none = isinstance(value, (*_PLAIN, type)) or (callable(value) and attribute(value, "__len__") is None)
+    return f"a device mesh or process groups are wanted, got {shown(value)}" if is_none else doubled_roles(value)
 
 
 def _run(value: Any) -> str | None:
@@ -141,14 +144,21 @@ def _unsaveable(name: str, value: Any, checkpoints: Any) -> str | None:
     """Why checkpoints could not hold a scheduler or scaler: every one of them would fail."""
     if name not in ("lr_scheduler", "scaler") or not isinstance(checkpoints, Checkpoints):
         return None
-    missing = [f"{method}()" for method in _OF_SAVED if not callable(getattr(value, method, None))]
+    missing = [f"{method}()" for method in _OF_SAVED if not callable(attribute(value, method))]
     if not missing:
         return None
     return f"{type(value).__name__} has no {' and no '.join(missing)}, and so no checkpoint could hold it"
 
 
+def _not_there(name: str, arguments: Mapping[str, Any]) -> str | None:
+    """What parameters of the model or the optimizer lack; each is named once."""
+    if name == "model":
+        return materialised.of_model(arguments["model"], arguments["optimizer"])
+    return materialised.of_optimizer(arguments["optimizer"], arguments["model"]) if name == "optimizer" else None
+
+
 def _has_one(value: Any, names: tuple[str, ...]) -> bool:
-    return not isinstance(value, type) and any(callable(getattr(value, name, None)) for name in names)
+    return not isinstance(value, type) and any(callable(attribute(value, name)) for name in names)
 
 
 _CHECKS: dict[str, Callable[[Any], str | None]] = {

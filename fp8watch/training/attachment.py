@@ -27,11 +27,12 @@ from fp8watch.errors import BadInput, Refused, WrongArgument
 from fp8watch.policy.load import parse, read
 from fp8watch.policy.schema import Policy
 from fp8watch.settings import Settings, from_environment
-from fp8watch.training import report
+from fp8watch.training import namesake, report
 from fp8watch.training.agreement.groups import read_groups
 from fp8watch.training.arguments import problems
 from fp8watch.training.assemble import Arguments, assemble
 from fp8watch.training.watch import Watch
+from fp8watch.transport import places
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +127,24 @@ def _attach(arguments: dict[str, Any], wrong: list[str]) -> Watch:
     watch = made.watch
     if groups.remark:
         watch.note_once(groups.remark)
+    data = made.session.context.data
+    if data is not None and data.unavailable is not None:
+        watch.note_once(f"data position: {data.unavailable}")
     if _attached:
         names = ", ".join(entry.watch.run for entry in _attached)
         watch.note_once(f"still attached to other models, which are kept alive by it: {names}; detach() lets go")
     entry = _Attached(watch, arguments)
     _attached.append(entry)
-    made.session.on_detach = lambda: _attached.remove(entry) if entry in _attached else None
+    who, release = namesake.claim(places.run_folder(settings.dir, watch.run), watch.rank)
+    if who:
+        watch.note_once(namesake.warning(watch.run, who))
+
+    def forget() -> None:
+        release()
+        if entry in _attached:
+            _attached.remove(entry)
+
+    made.session.on_detach = forget
     atexit.register(_at_exit, weakref.ref(watch), os.getpid())
     if made.session.identity.rank == 0 and settings.report:
         report.say(made.report)

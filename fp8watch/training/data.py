@@ -4,7 +4,8 @@ Three kinds of loader can be rewound: one with `state_dict`/`load_state_dict` (S
 `DataLoader`, and anything that can be iterated again. The position of the latter two is the state of the random
 generators at the start of the epoch and the number of batches since; going back makes a new iterator under those
 generators and leaves out the batches before the position, without loading them where a sampler hands out indices.
-Iterators that can be consumed only once cannot be rewound, and say so.
+Iterators that can be consumed only once cannot be rewound, nor can what answers with errors when it is looked at; both
+are iterated as they are, and it is said.
 
 A running `for` loop follows: the batch after a rollback is the one at the restored position. Random augmentation
 inside worker processes is not replayed exactly; everything drawn in the main process is.
@@ -20,9 +21,10 @@ import torch
 
 from fp8watch import rng
 from fp8watch.training.batch_size import count_samples, count_tokens
-from fp8watch.training.skip_first import skipping
+from fp8watch.training.skip_first import hands_out_indices, skipping
 
 ONE_SHOT = "the loader can be iterated only once ({type}); give a DataLoader or something that can be iterated again"
+HIDDEN = "not observable: {type} raises {error} when it is looked at; its batches are handed on as they come"
 BYPASSED = "the loop does not take its batches from watch.batches(loader)"
 APART = (
     "a loader with state_dict is iterated a second time while an iteration is under way: its state is not the loop's"
@@ -65,7 +67,6 @@ class Batches:
     def __init__(self, loader: Iterable[Any], on_batch: Callable[[Any], None] | None = None) -> None:
         self.loader = loader
         self._on_batch = on_batch
-        self._is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._cursors: list[weakref.ref[_Cursor]] = []
         self._epoch = -1
         self._index = 0
@@ -83,8 +84,20 @@ class Batches:
         """Of `samples`, those that were left out by `load_state_dict(..., skip_batches=)`."""
         self.unavailable: str | None = None
         """Why the position cannot be saved or restored; None: it can."""
-        if isinstance(loader, Iterator) and not self._is_stateful:
-            self.unavailable = ONE_SHOT.format(type=type(loader).__name__)
+        self._is_stateful = self._is_hidden = False
+        try:
+            self._is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+            if isinstance(loader, Iterator) and not self._is_stateful:
+                self.unavailable = ONE_SHOT.format(type=type(loader).__name__)
+        except Exception as error:
+            self._hide(error)
+
+    def _hide(self, error: Exception) -> None:
+        """The loader answers with an error when it is looked at, as a proxy of another library may: look no more."""
+        self._is_hidden, self._is_stateful = True, False
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self.unavailable = HIDDEN.format(type=type(self.loader).__name__, error=reason)
+        self.remark = f"data position {self.unavailable}"
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch, the way the bare loader starts one; after a restored position, the rest of that epoch."""
@@ -94,8 +107,7 @@ class Batches:
             self.remark = SHARED
             if self._is_stateful and self.unavailable is None:
                 self.unavailable = APART  # the loader's state is that of its newest iterator
-            epoch_state = {} if self._is_stateful else _epoch_state(self.loader)
-            cursor = _Cursor(self, iter(self.loader), epoch_state)
+            cursor = _Cursor(self, *self._begun())
         else:
             iterator = self._start_epoch() if self._pending is None else None
             cursor = _Cursor(self, iterator, self._epoch_state)
@@ -188,12 +200,29 @@ class Batches:
             self.unavailable = BYPASSED
 
     def _start_epoch(self) -> Iterator[Any]:
+        self._note_epoch()
+        iterator, self._epoch_state = self._begun()
+        return iterator
+
+    def _note_epoch(self) -> None:
         self._epoch += 1
         self._index = 0
         if self.unavailable is APART:
             self.unavailable = None
-        self._epoch_state = {} if self._is_stateful else _epoch_state(self.loader)
-        return iter(self.loader)
+
+    def _begun(self) -> tuple[Iterator[Any], State]:
+        """A new iterator of the loader's own, and the state before it was made."""
+        state = self._state_before()
+        return iter(self.loader), state
+
+    def _state_before(self) -> State:
+        if self._is_stateful or self._is_hidden:
+            return {}
+        try:
+            return _epoch_state(self.loader)
+        except Exception as error:
+            self._hide(error)
+            return {}
 
     def state_dict(self) -> State:
         """The position after the last batch yielded, as tensors and plain values. Cheap: called at every save."""
@@ -233,17 +262,33 @@ class Batches:
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
         self._epoch_state = state.get("epoch_state", {})
         if self._epoch < 0:
-            iterator = self._start_epoch()
+            iterator, skip_batches = self._start_later(skip_batches)
         elif self._is_stateful:
             if "loader" in state:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             iterator = iter(self.loader)
         else:
-            iterator = self._replayed()
+            iterator, skip_batches = self._replayed(skip_batches)
         return self._leave_out(iterator, skip_batches)
 
-    def _replayed(self) -> Iterator[Any]:
-        """A new iterator of the epoch at `self._index`; the host's generators end as they are now."""
+    def _start_later(self, skip_batches: int) -> tuple[Iterator[Any], int]:
+        """A new epoch without its first batches; how many are still to be left out."""
+        if not hands_out_indices(self.loader) or self._is_stateful or self._is_hidden:
+            return self._start_epoch(), skip_batches
+        self._note_epoch()
+        self._epoch_state = self._state_before()
+        return self._skipped(0, skip_batches)
+
+    def _skipped(self, seen: int, skip_batches: int) -> tuple[Iterator[Any], int]:
+        iterator, batches, samples = skipping(self.loader, seen, skip_batches)  # type: ignore[arg-type]
+        self._index += batches
+        self.samples += samples
+        self.skipped_samples += samples
+        return iterator, skip_batches - batches
+
+    def _replayed(self, skip_batches: int) -> tuple[Iterator[Any], int]:
+        """A new iterator of the epoch at `self._index`, or later where batches can be left out without being read; how
+        many are still to be left out. The host's generators end as they are now."""
         now = rng.snapshot()
         generators = _generators(self.loader)
         try:
@@ -255,23 +300,25 @@ class Batches:
                 if keeps_workers and self._epoch_state["made_iterator"]:
                     # Making it drew the workers' base seed before the sampler drew; a reset does not.
                     torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
-                return skipping(self.loader, self._index)
+                if hands_out_indices(self.loader):
+                    return self._skipped(self._index, skip_batches)
+                return skipping(self.loader, self._index)[0], skip_batches
             _restore_epoch(self.loader, generators, self._epoch_state)
             iterator = iter(self.loader)
             for _ in range(self._index):
                 next(iterator, None)
-            return iterator
+            return iterator, skip_batches
         finally:
             rng.restore(now)
 
     def _leave_out(self, iterator: Iterator[Any], num_batches: int) -> Iterator[Any]:
-        """Consume batches without yielding them, over the end of epochs too."""
+        """Consume batches without yielding them, over the end of epochs too; what can be is not even read."""
         while num_batches > 0:
             batch = next(iterator, _END)
             if batch is _END:
                 if self._index == 0:
                     break  # an empty loader
-                iterator = self._start_epoch()
+                iterator, num_batches = self._start_later(num_batches)
                 continue
             num_batches -= 1
             self._index += 1

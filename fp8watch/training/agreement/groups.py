@@ -50,7 +50,7 @@ def read_groups(mesh: Any) -> RankGroups:
         return ALONE
     if not dist.is_available() or not dist.is_initialized():
         return RankGroups(remark="mesh= is not used: torch.distributed is not initialised")
-    if mesh == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives a rank outside of it
+    if type(mesh) is int and mesh == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives a rank outside of it
         return ALONE
     try:
         if isinstance(mesh, Mapping):
@@ -62,6 +62,29 @@ def read_groups(mesh: Any) -> RankGroups:
         return _of_mesh(mesh)
     except (RuntimeError, ValueError) as error:  # slices and groups that torch does not give
         return RankGroups(remark=f"mesh= is not used: {error}")
+
+
+def doubled_roles(mesh: Any) -> str | None:
+    """Why a mapping is not one way to cut a model up: two groups go by names of the same role. None: it is, or is none.
+
+    Of a device mesh two dimensions may well share tensors; of two process groups nobody can tell which is meant.
+    """
+    if not isinstance(mesh, Mapping):
+        return None
+    try:
+        given = [name for name, group in mesh.items() if _is_one(group)]
+    except Exception as error:
+        return f"its items cannot be read ({type(error).__name__}: {error})"
+    for role, names in (("share tensors", TENSOR), ("are the stages of a pipeline", PIPELINE)):
+        several = [repr(name) for name in given if isinstance(name, str) and name in names]
+        if len(several) > 1:
+            return f"{' and '.join(several)} both name the ranks that {role}: one of them is wanted"
+    return None
+
+
+def _is_one(group: Any) -> bool:
+    """Whether this rank is in the group that stands there."""
+    return group is not None and not (type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def _of_mesh(mesh: DeviceMesh) -> RankGroups:
