@@ -38,9 +38,11 @@ def number(
     return float(value)
 
 
-def whole(params: Mapping[str, Any], name: str, default: Any = _MISSING, *, at_least: int = 0) -> int:
+def whole(
+    params: Mapping[str, Any], name: str, default: Any = _MISSING, *, at_least: int = 0, at_most: int | None = None
+) -> int:
     """A whole number. Raises `ActionError`."""
-    value = number(params, name, default, at_least=at_least)
+    value = number(params, name, default, at_least=at_least, at_most=at_most)
     if value != int(value):
         raise ActionError(f"{name} is {value!r}, a whole number is needed")
     return int(value)

@@ -10,6 +10,7 @@ from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.precision import NOTHING_HERE, Fp8Action, scale_names
 from fp8watch.errors import ActionError
+from fp8watch.formats import MAX_MARGIN
 
 
 class RaiseMargin(Fp8Action):
@@ -36,6 +37,8 @@ class RaiseMargin(Fp8Action):
         before = controls.margin()
         if before is None:
             raise ActionError("the recipe in use has no margin")
+        if before + bits > MAX_MARGIN:
+            raise ActionError(f"the margin is {before:g}; with {bits:g} more there would be no range left to cast to")
         tensors = scale_names(controls)
         scales = controls.scales(tensors)
         controls.set_margin(before + bits)

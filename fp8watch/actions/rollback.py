@@ -16,6 +16,7 @@ from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.restore import Loaded, PartlyRestored, RestoreReport, Unfit
 from fp8watch.errors import ActionError, CheckpointError
 from fp8watch.records import CheckpointRecord
+from fp8watch.vocabulary import MAX_SKIP_BATCHES
 
 CHANGES = ("bf16_all", "bf16_layers", "hold_lr", "rewarm", "tighten_clip", "raise_margin")
 """What may be changed before the replay, so that it does not repeat what went wrong."""
@@ -48,6 +49,31 @@ class _Chosen:
         return self.order.manager.world_size == 1
 
 
+def _as_changes(value: Any) -> list[dict[str, Any]]:
+    """What `changes` should be. Raises `ActionError` with all that is not, and what may be changed."""
+    wanted = f"a list of {{action, params}} is wanted, the action one of {', '.join(CHANGES)}"
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise ActionError(f"changes is {value!r}: {wanted}")
+    wrong = [f"[{at}] {reason}" for at, item in enumerate(value) if (reason := _no_change(item))]
+    if wrong:
+        raise ActionError(f"changes: {'; '.join(wrong)}: {wanted}")
+    return list(value)
+
+
+def _no_change(item: Any) -> str:
+    if not isinstance(item, dict):
+        return f"is {item!r}"
+    if unknown := [str(key) for key in item if key not in ("action", "params")]:
+        return f"has {', '.join(unknown)}"
+    if item.get("action") not in CHANGES:
+        return f"has the action {item.get('action')!r}"
+    given = item.get("params")
+    is_mapping = given is None or (isinstance(given, dict) and all(isinstance(key, str) for key in given))
+    return "" if is_mapping else f"has the params {given!r}, no mapping from names"
+
+
 class Rollback:
     """Parameters: `checkpoint` (id) or `onset_step`; `skip_batches`; `allow_without_data`; `changes`.
 
@@ -78,6 +104,8 @@ class Rollback:
             order = self._order(params)
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             why = str(error)
+        if order is not None:
+            self._finish_saving(order.manager)
         # The ledger is read after this: from then on the rank that writes it stands at this boundary too.
         if ask(Answer.YES if order is not None else Answer.CANNOT, "begin") is not Answer.YES or order is None:
             raise ActionError(why or "another rank cannot")
@@ -100,6 +128,14 @@ class Rollback:
     def drop_choice(self) -> None:
         """See `fp8watch.actions.joint.Choosing`."""
         self._chosen = None
+
+    def _finish_saving(self, manager: CheckpointManager) -> None:
+        """What has become durable since the last boundary is a target too, else it would depend on the disk's haste
+        whether there is one."""
+        try:
+            manager.poll()
+        except CheckpointError as error:
+            self._context.note(str(error))
 
     @staticmethod
     def _next(order: _Order, target: CheckpointRecord, refused: dict[str, str]) -> tuple[CheckpointRecord | None, str]:
@@ -133,7 +169,8 @@ class Rollback:
             onset = read.whole(params, "onset_step")
         without_data = read.flag(params, "allow_without_data") or params.get("if_data_position_missing") == "accept"
         return _Order(
-            manager=manager, onset_step=onset, skip_batches=read.whole(params, "skip_batches", 0),
+            manager=manager, onset_step=onset,
+            skip_batches=read.whole(params, "skip_batches", 0, at_most=MAX_SKIP_BATCHES),
             allow_without_data=without_data, changes=self._changes(params), setting=self._setting(params),
         )  # fmt: skip
 
@@ -141,8 +178,7 @@ class Rollback:
         context = self._context
         held = sorted({module for modules in context.high_precision.values() for module in modules})
         changes = [
-            (change.get("action"), sorted((change.get("params") or {}).items()))
-            for change in params.get("changes") or []
+            (change["action"], sorted((change.get("params") or {}).items())) for change in params.get("changes") or []
         ]
         margin = None if context.controls is None else context.controls.margin()
         single = None if context.clip.tensors is None else context.clip.tensors.ratio
@@ -240,11 +276,9 @@ class Rollback:
         """All changes, looked up before anything is touched."""
         table = self._actions()
         found: list[tuple[Action, dict[str, Any]]] = []
-        for change in params.get("changes") or []:
-            name, given = change.get("action"), dict(change.get("params") or {})
-            if name not in CHANGES or name not in table:
-                raise ActionError(f"changes: {name!r} is none of {', '.join(CHANGES)}")
-            if reason := table[name].unavailable():
+        for change in _as_changes(params.get("changes")):
+            name, given = change["action"], dict(change.get("params") or {})
+            if reason := table[name].unavailable() if name in table else "not in this version":
                 raise ActionError(f"changes: {name}: {reason}")
             found.append((table[name], given))
         return found

@@ -26,6 +26,7 @@ from fp8watch.policy.schema import Policy
 from fp8watch.policy.state import PolicyState
 from fp8watch.policy.target import choose_target
 from fp8watch.policy.view import Trouble, View
+from fp8watch.vocabulary import MAX_SKIP_BATCHES
 
 Params = dict[str, Any]
 RECENT_STEPS = 64
@@ -185,12 +186,18 @@ def _rollback(policy: Policy, state: PolicyState, view: View, rung: Rollback, tr
     )
     if target.checkpoint is None:
         raise NotNow(target.reason)
+    skip_batches = rung.skip_batches + (onset - target.checkpoint.step if rung.skip_to_onset else 0)
+    if skip_batches > MAX_SKIP_BATCHES:
+        raise NotNow(
+            f"{skip_batches} batches would be left out between {target.checkpoint.checkpoint} and the onset at step "
+            f"{onset}; at most {MAX_SKIP_BATCHES} may be"
+        )
     params: Params = {
         "checkpoint": target.checkpoint.checkpoint,
         "checkpoint_step": target.checkpoint.step,
         "onset_step": onset,
         "margin_steps": rung.margin_steps,
-        "skip_batches": rung.skip_batches + (onset - target.checkpoint.step if rung.skip_to_onset else 0),
+        "skip_batches": skip_batches,
         "allow_without_data": rung.if_data_position_missing == "accept",
         "changes": [{"action": change.action, "params": dict(change.params)} for change in rung.changes],
     }

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from fp8watch.vocabulary import MAX_SKIP_BATCHES
+
 Scope = Literal["tensor", "layer", "run"]
 Steps = Annotated[int, Field(ge=0, le=10_000_000)]
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -222,10 +224,11 @@ class Rollback(Rung):
     """Back to the newest good checkpoint before the onset. What is in force (BF16, LR factor) stays in force."""
 
     action: Literal["rollback"]
-    skip_batches: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    skip_batches: Annotated[int, Field(ge=0, le=MAX_SKIP_BATCHES)] = 0
     """Batches left out from the checkpoint's data position on."""
     skip_to_onset: bool = False
-    """Leave out the batches up to and with that of the onset step too, `skip_batches` coming on top."""
+    """Leave out the batches up to and with that of the onset step too, `skip_batches` coming on top (in all, no more
+    than `skip_batches` may be alone)."""
     margin_steps: Steps = 0
     """Extra distance between checkpoint and onset, for an onset that is only estimated."""
     changes: list[Change] = Field(default_factory=list)

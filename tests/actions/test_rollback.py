@@ -11,6 +11,7 @@ from tiny_run import TinyRun, clone, everything, same
 from fp8watch.actions import rollback as rollback_module
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.restore import PartlyRestored
+from fp8watch.checkpoints.underway import Underway
 from fp8watch.controller.checkpoints import Ledger as Verdicts
 from fp8watch.errors import ActionError, CheckpointError
 
@@ -172,6 +173,22 @@ def test_the_rollback_goes_to_before_the_onset(tmp_path: Path) -> None:
     assert applied.expected["step"] == 10
     with pytest.raises(ActionError, match="before step 3"):
         run.apply("rollback", onset_step=3)
+
+
+def test_what_became_durable_since_the_last_boundary_is_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a rollback at the boundary after a save would find it or not, as the disk was quick or slow."""
+    advance, is_durable = Underway.advance, [False]
+    monkeypatch.setattr(Underway, "advance", lambda self, *args: advance(self, *args) if is_durable[0] else None)
+    run = TinyRun(tmp_path, every=4)
+    run.run(5)
+    assert run.manager is not None
+    assert run.manager.pending
+    with pytest.raises(ActionError, match="no checkpoint from before step 5"):
+        run.apply("rollback", onset_step=5)
+    is_durable[0] = True
+    assert run.apply("rollback", onset_step=5).expected["step"] == 4
 
 
 def test_what_is_in_force_stays_and_what_shall_change_changes(tmp_path: Path) -> None:
