@@ -14,6 +14,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fp8watch.errors import BadInput
 
+MAX_WAIT_SECONDS = 86_400.0
+"""A day: what a process may be told to wait for others."""
+
 
 class Settings(BaseSettings):
     """Settings of one process."""
@@ -34,6 +37,18 @@ class Settings(BaseSettings):
 
     metrics_port: int = Field(default=9464, ge=0, le=65535)
     """Loopback port of /metrics; a free one is taken when it is in use. 0: always a free one."""
+
+    metrics_tls_cert: Path | None = None
+    """Certificate chain (PEM) with which /metrics is served as https; with `metrics_tls_key`."""
+
+    metrics_tls_key: Path | None = None
+    """Private key of it (PEM), without a password."""
+
+    metrics_client_ca: Path | None = None
+    """Authority (PEM) whose certificates a scraper has to show."""
+
+    metrics_password_file: Path | None = None
+    """File with one line `name:password` that a scraper has to give (HTTP basic authentication)."""
 
     statistics_every: int | None = Field(default=None, ge=1)
     """Steps between element counts (underflow, saturation). None: every step on a CPU, one in ten on a GPU."""
@@ -56,7 +71,7 @@ class Settings(BaseSettings):
     restart_limit: int = Field(default=1, ge=0)
     """How often an embedded process that died is started again."""
 
-    connect_seconds: float = Field(default=20.0, gt=0)
+    connect_seconds: float = Field(default=20.0, gt=0, le=MAX_WAIT_SECONDS)
     """How long the transport thread tries to reach an agent before it reports it absent (it goes on trying)."""
 
     join_seconds: float = Field(default=60.0, gt=0)
@@ -71,7 +86,7 @@ class Settings(BaseSettings):
     """How long a rank waits for the others at a step boundary (as long as NCCL's own default): ranks that train
     together are never a step apart, and a rank that has died is noticed at once."""
 
-    end_grace_seconds: float = Field(default=10.0, gt=0)
+    end_grace_seconds: float = Field(default=10.0, gt=0, le=MAX_WAIT_SECONDS)
     """What the embedded process has to record the end after the last rank's socket closed."""
 
     store_full_steps: int = Field(default=4096, ge=1)

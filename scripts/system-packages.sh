@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# What the tests run for real: Prometheus, Redis, Chromium, a network and a clock of one's own, from Debian. As root they are installed;
-# otherwise the tests that need what is missing are left out, and this says which.
+# What the tests run for real: Prometheus, Alertmanager, Redis, Chromium, a network and a clock of one's own, from
+# Debian. As root they are installed; otherwise the tests that need what is missing are left out, and this says which.
 set -uo pipefail
-declare -A package=([prometheus]=prometheus [promtool]=prometheus [redis-server]=redis-server [chromium]=chromium
+declare -A package=([prometheus]=prometheus [promtool]=prometheus [prometheus-alertmanager]=prometheus-alertmanager
+    [redis-server]=redis-server [chromium]=chromium
     [ip]=iproute2 [faketime]=faketime)
 declare -A tests=([prometheus]="metrics against a real Prometheus" [promtool]="promtool checks of metrics and rules"
+    [prometheus-alertmanager]="alerts to their receivers"
     [redis-server]="the Redis store" [chromium]="the console in a real browser"
     [ip]="networks that are cut" [faketime]="clocks that jump")
 

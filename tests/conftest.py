@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-NEEDS = {"prometheus": ("prometheus", "promtool"), "browser": ("chromium",), "redis": ("redis-server",)}
+NEEDS = {
+    "prometheus": ("prometheus", "promtool"),
+    "alertmanager": ("prometheus-alertmanager", "amtool"),
+    "browser": ("chromium",),
+    "redis": ("redis-server",),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from fp8watch.commands import values
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput
 from fp8watch.settings import from_environment
 from fp8watch.transport.channel import agent_address
@@ -31,21 +32,43 @@ app = typer.Typer(
 
 @app.command()
 def agent(
-    socket: Annotated[str | None, typer.Option(help="Socket to serve; default: FP8WATCH_AGENT.")] = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="FP8WATCH_DIR.")] = None,
+    socket: Annotated[
+        str | None, typer.Option(parser=values.text, metavar="SOCKET", help="Socket to serve; default: FP8WATCH_AGENT.")
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", parser=values.folder, metavar="FOLDER", help="FP8WATCH_DIR.")
+    ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address of /metrics.")] = "127.0.0.1",
-    metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0: a free one.")] = None,
-    series_budget: Annotated[int, typer.Option(help="Series shown at most, all runs together.")] = 5000,
-    worst_layers: Annotated[int, typer.Option(help="Layers of a run with series of their own.")] = 10,
+    metrics_port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port of /metrics; 0: a free one.")] = None,
+    series_budget: Annotated[
+        int, typer.Option(min=100, max=10_000_000, help="Series shown at most, all runs together.")
+    ] = 5000,
+    worst_layers: Annotated[
+        int, typer.Option(min=0, max=100_000, help="Layers of a run with series of their own.")
+    ] = 10,
     embedded: Annotated[bool, typer.Option(help="Belong to one run and end with it.")] = False,
     run: Annotated[str | None, typer.Option(help="The run (embedded).")] = None,
-    parent_pid: Annotated[int | None, typer.Option(help="Process of the trainer (embedded).")] = None,
-    end_grace_seconds: Annotated[float | None, typer.Option(help="From the last rank's end to ours.")] = None,
-    connect_seconds: Annotated[float | None, typer.Option(help="Wait for the first rank (embedded).")] = None,
-    redis: Annotated[str | None, typer.Option(help="Redis of the cluster; default: FP8WATCH_REDIS_URL.")] = None,
-    node: Annotated[str | None, typer.Option(help="This node's name; default: FP8WATCH_NODE, else the host.")] = None,
+    parent_pid: Annotated[int | None, typer.Option(min=1, help="Process of the trainer (embedded).")] = None,
+    end_grace_seconds: Annotated[
+        float | None, typer.Option(parser=values.seconds, metavar="SECONDS", help="From the last rank's end to ours.")
+    ] = None,
+    connect_seconds: Annotated[
+        float | None, typer.Option(parser=values.seconds, metavar="SECONDS", help="Wait for the first rank (embedded).")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(parser=values.text, metavar="URL", help="Redis of the cluster; default: FP8WATCH_REDIS_URL."),
+    ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            parser=values.text, metavar="NAME", help="This node's name; default: FP8WATCH_NODE, else the host."
+        ),
+    ] = None,
     any_user: Annotated[bool, typer.Option(help="Serve every user of the node; a run is its beginner's.")] = False,
-    log_level: Annotated[str | None, typer.Option(help="Level of the log on stderr.")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(parser=values.log_level, metavar="LEVEL", help="Level of the log on stderr.")
+    ] = None,
 ) -> None:
     """Serve until told to stop (SIGTERM), or embedded until the run ends."""
     try:
@@ -53,11 +76,9 @@ def agent(
     except BadInput as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from error
-    if embedded and (run is None or socket is None):
+    if embedded and not (run and socket):
         raise typer.BadParameter("--embedded needs --run and --socket")
-    logging.basicConfig(
-        level=(log_level or settings.log_level).upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=log_level or settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     home = directory if directory is not None else settings.dir
     try:
         address = _socket(socket or settings.agent or DEFAULT_SOCKET)

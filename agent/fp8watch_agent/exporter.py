@@ -12,11 +12,11 @@ from typing import Any
 
 from fp8watch.errors import MissingDependency
 from fp8watch.metrics import HEADROOM_BUCKETS
+from fp8watch.security.metrics_access import MetricsAccess
 from fp8watch_agent.families import Family
 from fp8watch_agent.metrics_state import MetricsState
 
 try:
-    import prometheus_client
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.registry import Collector, CollectorRegistry
 except ImportError as error:
@@ -41,7 +41,8 @@ class StateCollector(Collector):
 class Exporter:
     """The HTTP server. `start` binds it, `url` says where."""
 
-    def __init__(self, state: MetricsState) -> None:
+    def __init__(self, state: MetricsState, access: MetricsAccess | None = None) -> None:
+        self._access = access or MetricsAccess()
         self.registry = CollectorRegistry()
         self.registry.register(StateCollector(state))
         self.url = ""
@@ -68,10 +69,10 @@ class Exporter:
             self._server = None
 
     def _serve(self, host: str, port: int) -> None:
-        self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=self.registry)
+        self._server, self._thread = self._access.serve(self.registry, host, port)
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.target = f"{shown}:{self._server.server_port}"
-        self.url = f"http://{self.target}/metrics"
+        self.url = f"{self._access.scheme}://{self.target}/metrics"
 
 
 def _translate(family: Family) -> Any:

@@ -19,6 +19,7 @@ from fp8watch.errors import EXIT_BAD_INPUT, EXIT_UNREACHABLE, BadInput, MissingD
 from fp8watch.policy.load import parse
 from fp8watch.records import Hello, Stored
 from fp8watch.security import KeyRing, Signer, Verifier, load_ring
+from fp8watch.security.metrics_access import MetricsAccess
 from fp8watch.settings import from_environment
 from fp8watch.transport import places
 from fp8watch_agent import server
@@ -36,9 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 def run(options: AgentOptions) -> int:
-    """Serve until the end; the process's exit code. 2: a key is bad. 3: the socket cannot be had."""
+    """Serve until the end; the process's exit code. 2: a key or certificate is bad. 3: the socket cannot be had."""
     try:
         keys = Keys.load()
+        if not options.is_embedded:  # a run is watched without /metrics rather than not at all
+            MetricsAccess.load(from_environment())
     except BadInput as error:
         logger.error("%s", "; ".join(error.problems))
         return EXIT_BAD_INPUT
@@ -160,9 +163,9 @@ def _start_exporter(metrics: MetricsState, options: AgentOptions) -> tuple[Expor
     try:
         from fp8watch_agent.exporter import Exporter
 
-        exporter = Exporter(metrics)
+        exporter = Exporter(metrics, MetricsAccess.load(from_environment()))
         exporter.start(options.metrics_host, options.metrics_port)
-    except (MissingDependency, OSError) as error:
+    except (BadInput, MissingDependency, OSError) as error:
         logger.warning("no metrics: %s", error)
         return None, f"no metrics: {error}"
     return exporter, None

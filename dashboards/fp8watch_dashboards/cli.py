@@ -1,16 +1,25 @@
-"""`fp8watch console`: serve the Streamlit console on loopback."""
+"""`fp8watch console`: serve the Streamlit console, on loopback or with TLS."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fp8watch.errors import MissingDependency
+from fp8watch.errors import EXIT_BAD_INPUT, BadInput, MissingDependency
+from fp8watch.security import PURPOSES
+from fp8watch_dashboards.listening import Listening
+
+SECRETS = frozenset(
+    {f"FP8WATCH_{purpose.upper()}_KEY{suffix}" for purpose in PURPOSES for suffix in ("", "_FILE")}
+    | {"FP8WATCH_REDIS_URL"}
+)
+"""What the page has no use for, and whoever breaks into its server should not find. The URL may hold a password."""
 
 app = typer.Typer(
     help="Serve the console: runs, loss, head-room, findings and actions.",
@@ -19,13 +28,12 @@ app = typer.Typer(
 )
 
 
-def command_line(*, host: str, port: int) -> list[str]:
+def command_line(listening: Listening) -> list[str]:
     """How Streamlit is started: no browser, no usage statistics, no file watcher, one address."""
     script = Path(__file__).with_name("app.py")
     options = {
         "server.headless": "true",
-        "server.address": host,
-        "server.port": str(port),
+        **listening.options(),
         "server.fileWatcherType": "none",
         "browser.gatherUsageStats": "false",
         "client.toolbarMode": "minimal",
@@ -34,22 +42,47 @@ def command_line(*, host: str, port: int) -> list[str]:
     return [sys.executable, "-m", "streamlit", "run", str(script), *flags]
 
 
+def environment(given: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """What the server gets: it reads stores, so it is given neither the keys that sign nor the way to Redis."""
+    kept = {name: value for name, value in given.items() if name not in SECRETS}
+    return {**kept, "FP8WATCH_DIR": str(directory.resolve())}
+
+
 @app.callback(invoke_without_command=True)
 def console(
     directory: Annotated[Path, typer.Option("--dir", envvar="FP8WATCH_DIR", help="Folder that holds the runs.")] = Path(
         ".fp8watch"
     ),
     host: Annotated[
-        str, typer.Option(help="Address to listen on. The console has no login: keep it on loopback or behind one.")
+        str, typer.Option(help="Address to listen on. The console has no login: put one before it, or use loopback.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8501,
+    tls_cert: Annotated[
+        Path | None, typer.Option(envvar="FP8WATCH_CONSOLE_TLS_CERT", help="Certificate chain (PEM): serve https.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(envvar="FP8WATCH_CONSOLE_TLS_KEY", help="Private key of the certificate (PEM).")
+    ] = None,
+    allow_plain: Annotated[
+        bool,
+        typer.Option(
+            "--allow-plain",
+            envvar="FP8WATCH_CONSOLE_ALLOW_PLAIN",
+            help="Serve http on an address other than loopback: something before it speaks TLS.",
+        ),
+    ] = False,
 ) -> None:
     """Serve the console until interrupted."""
     if importlib.util.find_spec("streamlit") is None:
         raise MissingDependency("streamlit", "dashboards")
-    environment = {**os.environ, "FP8WATCH_DIR": str(directory.resolve())}
-    typer.echo(f"fp8watch console on http://{host}:{port} reading {directory.resolve()}")
+    listening = Listening(host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, allow_plain=allow_plain)
+    try:
+        listening.check()
+    except BadInput as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+    typer.echo(f"fp8watch console on {listening.url} reading {directory.resolve()}")
     sys.stdout.flush()
     # Replaced, not started beside: whoever ends this process (a terminal, a container's runtime) ends the server.
-    command = command_line(host=host, port=port)
-    os.execve(command[0], command, environment)
+    command = command_line(listening)
+    os.execve(command[0], command, environment(os.environ, directory))

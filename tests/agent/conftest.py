@@ -1,11 +1,18 @@
-"""The run that `test_prometheus` and `test_prometheus_alerts` look at: made once, for it takes seconds."""
+"""The run that `test_prometheus` and `test_prometheus_alerts` look at: made once, for it takes seconds.
+
+Certificates are made by what makes them for the stores' tests.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from scraped import ScrapedRun
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 
 
 @pytest.fixture(scope="session")

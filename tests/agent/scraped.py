@@ -15,8 +15,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import alert_receiver
 import hand_made as make
 import yaml
+from alert_receiver import Alertmanager
 
 from fp8watch.settings import Settings
 from fp8watch.transport import Channel, endpoint
@@ -27,6 +29,7 @@ NUM_STEPS, FAULT_STEP, NAN_STEP, INF_STEP = 120, 40, 70, 71
 HEADROOM_LOG2, FAULT_LOG2 = 1.0, -5.0
 POD = {"pod": "fp8watch-agent-x1", "namespace": "monitoring"}
 """Target labels as an operator's relabelling adds them."""
+RUNBOOKS = "https://runbooks.example/main/"
 HONOURS = {"honoured": True, "not-honoured": False}
 """Job -> honor_labels. Both keep `fp8watch_rank_info` alone: other tests sum over all jobs."""
 
@@ -34,11 +37,10 @@ HONOURS = {"honoured": True, "not-honoured": False}
 class Prometheus:
     """The server. It begins to scrape about five seconds after its start, whatever it is told."""
 
-    def __init__(self, folder: Path, targets: Path) -> None:
-        (folder / "rules.yaml").write_text(
-            re.sub(r"for: \d+m", "for: 1s", (DASHBOARDS / "rules" / "fp8watch.yaml").read_text())
-        )
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(_config(targets)))
+    def __init__(self, folder: Path, targets: Path, alertmanager: str | None) -> None:
+        """`alertmanager`: host and port of who is told."""
+        (folder / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 1s", _with_links(RUNBOOKS)))
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(_config(targets, alertmanager)))
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -89,7 +91,8 @@ class ScrapedRun:
         self.channel.set_preamble([make.hello("r"), make.layout("r", blocks=BLOCKS)])
         welcome = make.wait_for(self.channel.take)[0]
         self.metrics_url = welcome.metrics_url
-        self.prometheus = Prometheus(folder, self.home / "targets.json")
+        self.alerts = Alertmanager(folder) if alert_receiver.PROGRAM else None
+        self.prometheus = Prometheus(folder, self.home / "targets.json", self.alerts and self.alerts.address)
         self.steps = 0
         self._is_over = False
 
@@ -142,9 +145,20 @@ class ScrapedRun:
             self.channel.close()
             self._is_over = True
         self.prometheus.stop()
+        if self.alerts is not None:
+            self.alerts.stop()
 
 
-def _config(targets: Path) -> dict[str, Any]:
+def _with_links(prefix: str) -> str:
+    """The shipped rules with whole addresses of runbooks, made by the command that the page about alerts gives."""
+    command = re.search(r"`sed '(.+)'`", (DASHBOARDS.parent / "docs" / "alerts.md").read_text())
+    assert command is not None
+    program = command[1].replace("https://git.example.com/fp8watch/blob/main/", prefix)
+    rules = DASHBOARDS / "rules" / "fp8watch.yaml"
+    return subprocess.run(["sed", program, str(rules)], capture_output=True, text=True, check=True).stdout
+
+
+def _config(targets: Path, alertmanager: str | None) -> dict[str, Any]:
     shipped = yaml.safe_load((DASHBOARDS / "prometheus" / "prometheus.yml").read_text())
     (job,) = [job for job in shipped["scrape_configs"] if job["job_name"] == "fp8watch"]
     discovery = [{"files": [str(targets)], "refresh_interval": "1s"}]
@@ -157,7 +171,10 @@ def _config(targets: Path) -> dict[str, Any]:
          ]}
         for name, is_honoured in HONOURS.items()
     ]  # fmt: skip
+    for group in shipped["alerting"]["alertmanagers"]:
+        group["static_configs"] = [{"targets": [] if alertmanager is None else [alertmanager]}]
     return {
+        "alerting": shipped["alerting"],
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "500ms"},
         "rule_files": ["rules.yaml"],
         "scrape_configs": [job, *in_pods],

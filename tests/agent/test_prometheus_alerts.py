@@ -6,12 +6,17 @@ The tests run in this order: each takes the run a step further, to its end.
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Iterator
 
 import hand_made as make
 import pytest
 import yaml
-from scraped import BLOCKS, DASHBOARDS, HONOURS, NUM_STEPS, POD, SATURATED, ScrapedRun
+from scraped import BLOCKS, DASHBOARDS, HONOURS, NUM_STEPS, POD, RUNBOOKS, SATURATED, ScrapedRun
+
+from fp8watch.settings import Settings
+from fp8watch.transport import Channel, endpoint
 
 pytestmark = pytest.mark.prometheus
 
@@ -40,6 +45,37 @@ def test_alerts_fire_on_the_flag_and_no_rule_errs(run: ScrapedRun) -> None:  # c
     assert any("NaN or infinite" in alert["annotations"]["summary"] for alert in active)
     texts = [text for alert in active for text in alert["annotations"].values()]
     assert not [text for text in texts if "no value" in text or "error expanding" in text]
+
+
+@pytest.mark.alertmanager
+def test_an_alert_reaches_whoever_has_to_look_now(run: ScrapedRun) -> None:
+    """Agent, Prometheus, Alertmanager, webhook: what a person's pager gets."""
+    assert run.alerts is not None
+    told = run.alerts.receiver
+    receiver, alert = make.wait_for(lambda: told.alerts("firing", alertname="Fp8watchNonFiniteLoss"))[0]
+    assert receiver == "fp8watch-now"
+    assert alert["labels"] == {
+        "alertname": "Fp8watchNonFiniteLoss", "severity": "critical", "run": "r", "quantity": "loss"
+    }  # fmt: skip
+    assert alert["annotations"]["summary"] == "Run r: loss is NaN or infinite"
+    assert "had steps whose loss was not finite" in alert["annotations"]["description"]
+    assert alert["annotations"]["runbook_url"] == f"{RUNBOOKS}dashboards/runbooks/Fp8watchNonFiniteLoss.md"
+    (message,) = [body for _, body in told.messages if alert in body["alerts"]][:1]
+    assert message["groupLabels"] == {"alertname": "Fp8watchNonFiniteLoss", "run": "r"}
+
+
+@pytest.mark.alertmanager
+def test_one_fault_is_not_told_twice(run: ScrapedRun) -> None:
+    assert run.alerts is not None
+    (held,) = make.wait_for(
+        lambda: [
+            alert
+            for alert in run.alerts.alerts()
+            if alert["labels"]["alertname"] == "Fp8watchNonFiniteGradient" and alert["status"]["state"] == "suppressed"
+        ]
+    )
+    assert len(held["status"]["inhibitedBy"]) == 1
+    assert not [alert for alert in run.alerts.alerts() if alert["status"]["silencedBy"]]
 
 
 def test_run_and_rank_are_the_runs_whatever_the_target_is_called(run: ScrapedRun) -> None:  # case: DSH-01
@@ -97,3 +133,36 @@ def test_a_crash_does_not_resolve_what_was_wrong(run: ScrapedRun) -> None:  # ca
     make.wait_for(lambda: run.prometheus.is_firing("Fp8watchRunGoneWithOpenFinding"))
     assert run.prometheus.query("fp8watch_open_findings") == []
     assert run.prometheus.is_firing("Fp8watchFindingOpen", detector="nonfinite")
+
+
+@pytest.mark.alertmanager
+def test_the_crash_is_told_and_what_it_contains_is_not_told_again(run: ScrapedRun) -> None:
+    assert run.alerts is not None
+    gone = make.wait_for(lambda: run.alerts.receiver.alerts("firing", alertname="Fp8watchRunGoneWithOpenFinding"))
+    assert gone[0][0] == "fp8watch-now"
+    assert gone[0][1]["labels"]["run"] == "r"
+    make.wait_for(
+        lambda: (
+            {
+                alert["status"]["state"]
+                for alert in run.alerts.alerts()
+                if alert["labels"]["alertname"] == "Fp8watchFindingOpen"
+            }
+            == {"suppressed"}
+        )
+    )
+
+
+def test_a_run_that_is_killed_with_its_own_agent_does_not_go_unnoticed(run: ScrapedRun) -> None:
+    channel = Channel(run="quiet", settings=Settings(dir=run.home, metrics_port=0))
+    channel.set_preamble([make.hello("quiet"), make.layout("quiet", blocks=BLOCKS)])
+    make.wait_for(channel.take)
+    make.wait_for(lambda: run.prometheus.query('fp8watch_run_state{run="quiet",state="running"} == 1'))
+    assert not run.prometheus.is_firing("Fp8watchRunVanished")
+    found = endpoint.read(run.home, "quiet")
+    assert found is not None
+    channel.close()
+    os.kill(found.pid, signal.SIGKILL)
+    make.wait_for(lambda: run.prometheus.is_firing("Fp8watchRunVanished", run="quiet", severity="critical"))
+    assert not run.prometheus.is_firing("Fp8watchRunLost", run="quiet")
+    assert not run.prometheus.is_firing("Fp8watchRunVanished", run="r"), "it had a finding open, and another alert"

@@ -24,7 +24,7 @@ RULES = [
 ALERTS = {rule["alert"]: rule for group in GROUPS.values() for rule in group["rules"] if "alert" in rule}
 RECORDED = {rule["record"] for group in GROUPS.values() for rule in group["rules"] if "record" in rule}
 UNIT_TESTS = sorted((FOLDER / "tests").glob("*.yaml"))
-TESTED_IN = {"runs": ("runs", "lost", "held"), "totals": ("totals", "held")}
+TESTED_IN = {"runs": ("runs", "lost", "vanished", "held"), "totals": ("totals", "held")}
 """Part of a group's name after the dot -> its unit test files, where it is not one of the same name."""
 NEVER = "vector(0) > 1"
 LOOKED_AT = r"fp8watch_(loss|grad_norm|update_rms|loss_max|tensor_\w+)"
@@ -52,6 +52,25 @@ def test_promtool_takes_the_rules_and_the_example_of_a_scrape_config() -> None:
     checked = promtool("check", "config", ROOT / "dashboards" / "prometheus" / "prometheus.yml")
     assert checked.returncode == 0, checked.stderr
     assert "1 rule files found" in checked.stdout
+
+
+@pytest.mark.alertmanager
+@pytest.mark.parametrize(("severity", "receiver"), [("critical", "fp8watch-now"), ("warning", "fp8watch-day")])
+def test_the_example_of_routes_tells_who_has_to_know(severity: str, receiver: str) -> None:
+    file = ROOT / "dashboards" / "prometheus" / "alertmanager.yml"
+    assert severity in {rule["labels"]["severity"] for rule in ALERTS.values()}
+    route = ["amtool", "config", "routes", "test", f"--config.file={file}", f"severity={severity}", "run=r"]
+    told = subprocess.run(route, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.strip() == receiver
+
+
+def test_what_is_held_back_and_by_what_are_alerts() -> None:
+    inhibited = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "alertmanager.yml").read_text())["inhibit_rules"]
+    assert inhibited
+    for rule in inhibited:
+        for (matcher,) in (rule["source_matchers"], rule["target_matchers"]):
+            assert re.fullmatch(r'alertname="(\w+)"', matcher)[1] in ALERTS
 
 
 # case: PRM-11

@@ -12,6 +12,7 @@ import typer.main
 import yaml
 
 from fp8watch.commands.controller import app as controller_app
+from fp8watch.settings import Settings
 from fp8watch_agent.cli import app as agent_app
 from fp8watch_dashboards import grafana
 from fp8watch_dashboards.cli import app as console_app
@@ -122,6 +123,29 @@ def test_a_bad_value_is_refused_by_name(values, key):
         (
             {"console": {"enabled": True, "nodeSelector": {"a": "b"}}, "agent": {"dataHostPath": ""}},
             "agent.dataHostPath",
+        ),
+        (
+            {
+                "agent": {"metrics": {"scope": "pod"}},
+                "podMonitor": {"enabled": True},
+                "metricsTls": {"existingSecret": "s"},
+            },
+            "metricsTls.serverName",
+        ),
+        (
+            {"console": {"enabled": True, "nodeSelector": {"a": "b"}}},
+            "console.tls.existingSecret: .*console.allowPlain",
+        ),
+        (
+            {
+                "console": {
+                    "enabled": True,
+                    "nodeSelector": {"a": "b"},
+                    "allowPlain": True,
+                    "tls": {"existingSecret": "s"},
+                }
+            },
+            "console.tls.existingSecret and console.allowPlain",
         ),
         ({"redis": {"enabled": False}}, "controller.enabled"),
         ({"redis": {"enabled": True}, "externalRedis": {"url": "redis://x"}}, "redis.enabled and externalRedis"),
@@ -263,6 +287,58 @@ def test_containers_run_commands_that_exist_with_options_that_exist(suffix, app)
     known = {option for parameter in group.params for option in parameter.opts}
     assert {argument for argument in arguments if argument.startswith("--")} <= known
     assert context.params["directory"] == Path("/var/lib/fp8watch")
+
+
+@pytest.mark.parametrize("has_tls", [True, False])
+def test_the_console_speaks_tls_with_the_secrets_files_or_is_told_to_do_without(has_tls):
+    values = {"enabled": True, "nodeSelector": {"a": "b"}}
+    values |= {"tls": {"existingSecret": "console-tls"}} if has_tls else {"allowPlain": True}
+    spec = pods(render({"console": values}))["r-fp8watch-console"]["spec"]
+    (container,) = spec["containers"]
+    arguments = container["args"]
+    schemes = {container[probe]["httpGet"].get("scheme") for probe in ("livenessProbe", "readinessProbe")}
+    secrets = {v["name"]: v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v}
+    assert ("--allow-plain" in arguments) is not has_tls
+    if has_tls:
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        for option, name in (("--tls-cert", "tls.crt"), ("--tls-key", "tls.key")):
+            file = Path(arguments[arguments.index(option) + 1])
+            assert file.name == name
+            assert secrets[mounts[str(file.parent)]] == "console-tls"
+    else:
+        assert "--tls-cert" not in arguments
+        assert secrets == {}
+    assert schemes == {"HTTPS"} if has_tls else schemes == {None}
+    assert ("https with the certificate" in notes({"console": values})) is has_tls
+
+
+@pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
+def test_metrics_over_tls_are_served_with_the_secrets_files_and_scraped_so(monitor):
+    scope = {"metrics": {"scope": "pod"}}
+    values = {"agent": scope, "controller": scope, monitor: {"enabled": True}}
+    plain = render(values)
+    documents = render({**values, "metricsTls": {"existingSecret": "s", "serverName": "watch.example.com"}})
+    for suffix in ("agent", "controller"):
+        spec = pods(documents)[f"r-fp8watch-{suffix}"]["spec"]
+        (container,) = spec["containers"]
+        given = {variable["name"]: variable.get("value") for variable in container["env"]}
+        folders = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        secrets = {v["name"]: v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v}
+        for field, name in (("metrics_tls_cert", "tls.crt"), ("metrics_tls_key", "tls.key")):
+            assert field in Settings.model_fields
+            file = Path(given[f"FP8WATCH_{field.upper()}"])
+            assert (file.name, secrets[folders[str(file.parent)]]) == (name, "s")
+        kind = monitor[0].upper() + monitor[1:]
+        key = "endpoints" if monitor == "serviceMonitor" else "podMetricsEndpoints"
+        (endpoint,) = one(documents, kind, f"-{suffix}")["spec"][key]
+        assert endpoint["scheme"] == "https"
+        assert endpoint["tlsConfig"] == {
+            "serverName": "watch.example.com",
+            "ca": {"secret": {"name": "s", "key": "ca.crt"}},
+        }
+        (endpoint,) = one(plain, kind, f"-{suffix}")["spec"][key]
+        assert "scheme" not in endpoint
+        assert "metrics-tls" not in str(pods(plain))
 
 
 def test_socket_folder_is_the_nodes_and_the_notes_say_how_to_mount_it():

@@ -19,10 +19,10 @@ from fp8watch.controller.open_findings import Open
 from fp8watch.errors import MissingDependency
 from fp8watch.metrics import BY_NAME, PREFIX
 from fp8watch.records import ActionRecord, Finding, RunRecord, Stored
+from fp8watch.security.metrics_access import MetricsAccess
 from fp8watch.wire import WIRE_VERSION
 
 try:
-    import prometheus_client
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.registry import Collector, CollectorRegistry
 except ImportError as error:
@@ -129,8 +129,9 @@ class Tally:
 class ControllerExporter(Collector):
     """Serves /metrics on a thread of its own."""
 
-    def __init__(self, program: ClusterProgram, tally: Tally) -> None:
+    def __init__(self, program: ClusterProgram, tally: Tally, access: MetricsAccess | None = None) -> None:
         self._program = program
+        self._access = access or MetricsAccess()
         self._tally = tally
         self._server: Any = None
         self.url = ""
@@ -139,8 +140,8 @@ class ControllerExporter(Collector):
         """Serve. Raises `OSError` when the port cannot be had."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server, _ = prometheus_client.start_http_server(port, addr=host, registry=registry)
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self._server, _ = self._access.serve(registry, host, port)
+        self.url = f"{self._access.scheme}://{host}:{self._server.server_port}/metrics"
 
     def stop(self) -> None:
         """Stop serving."""

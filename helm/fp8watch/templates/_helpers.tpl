@@ -66,6 +66,36 @@ capabilities:
 {{- end }}
 {{- end -}}
 
+{{/* /metrics over TLS: where agent and controller find the certificate, and how a monitor trusts it. */}}
+{{- define "fp8watch.metricsTlsEnv" -}}
+- name: FP8WATCH_METRICS_TLS_CERT
+  value: /etc/fp8watch/metrics-tls/tls.crt
+- name: FP8WATCH_METRICS_TLS_KEY
+  value: /etc/fp8watch/metrics-tls/tls.key
+{{- end -}}
+
+{{- define "fp8watch.metricsTlsMount" -}}
+- name: metrics-tls
+  mountPath: /etc/fp8watch/metrics-tls
+  readOnly: true
+{{- end -}}
+
+{{- define "fp8watch.metricsTlsVolume" -}}
+- name: metrics-tls
+  secret:
+    secretName: {{ .Values.metricsTls.existingSecret }}
+{{- end -}}
+
+{{- define "fp8watch.metricsTlsEndpoint" -}}
+scheme: https
+tlsConfig:
+  serverName: {{ .Values.metricsTls.serverName }}
+  ca:
+    secret:
+      name: {{ .Values.metricsTls.existingSecret }}
+      key: ca.crt
+{{- end -}}
+
 {{/* Arguments: root, component (its values). */}}
 {{- define "fp8watch.podPlacement" -}}
 serviceAccountName: {{ include "fp8watch.serviceAccountName" .root }}
@@ -95,12 +125,21 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if and (or .Values.serviceMonitor.enabled .Values.podMonitor.enabled) (ne .Values.agent.metrics.scope "pod") -}}
 {{- fail "agent.metrics.scope: a monitor cannot reach loopback; set it to pod" -}}
 {{- end -}}
+{{- if and .Values.metricsTls.existingSecret (not .Values.metricsTls.serverName) (or .Values.serviceMonitor.enabled .Values.podMonitor.enabled) -}}
+{{- fail "metricsTls.serverName: monitors reach pods by their address; say which name in the certificate they check" -}}
+{{- end -}}
 {{- if .Values.console.enabled -}}
 {{- if not .Values.console.nodeSelector -}}
 {{- fail "console.nodeSelector: the console reads the stores of one node; say which, e.g. {kubernetes.io/hostname: NODE}" -}}
 {{- end -}}
 {{- if not .Values.agent.dataHostPath -}}
 {{- fail "agent.dataHostPath: the console reads the stores there; it cannot be empty with console.enabled" -}}
+{{- end -}}
+{{- if and (not .Values.console.tls.existingSecret) (not .Values.console.allowPlain) -}}
+{{- fail "console.tls.existingSecret: the console listens on the pod's address: give a certificate, or set console.allowPlain" -}}
+{{- end -}}
+{{- if and .Values.console.tls.existingSecret .Values.console.allowPlain -}}
+{{- fail "console.tls.existingSecret and console.allowPlain: choose one" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.redis.enabled (or .Values.externalRedis.url .Values.externalRedis.existingSecret) -}}

@@ -1,0 +1,151 @@
+"""Who may read /metrics: TLS, certificates of clients, and a name with a password, each where it is asked for.
+
+Without any of them /metrics is open to whoever reaches its address, which is loopback unless a person says otherwise.
+Used by agent and controller; `prometheus_client` serves.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import logging
+import ssl
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8watch.errors import BadInput
+from fp8watch.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 10.0
+"""Of a client that says nothing, its handshake included; a scrape's default is 10 s as well."""
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+"""As in WSGI."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsAccess:
+    """What a reader has to bring. The default asks for nothing."""
+
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    client_ca: Path | None = None
+    """Authority whose certificates clients have to show."""
+    credentials: bytes | None = None
+    """`name:password`."""
+
+    @property
+    def scheme(self) -> str:
+        """Of the address."""
+        return "http" if self.tls_cert is None else "https"
+
+    @classmethod
+    def load(cls, settings: Settings) -> MetricsAccess:
+        """From the settings. Raises `BadInput` with everything that is wrong in them and their files."""
+        cert, key, authority = settings.metrics_tls_cert, settings.metrics_tls_key, settings.metrics_client_ca
+        problems = []
+        if (cert is None) != (key is None):
+            missing = "KEY" if key is None else "CERT"
+            problems.append(f"environment:1: FP8WATCH_METRICS_TLS_{missing}: certificate and key are given together")
+        elif cert is not None and key is not None:
+            problems += _tls_problems(cert, key, authority)
+        elif authority is not None:
+            problems.append("environment:1: FP8WATCH_METRICS_CLIENT_CA: needs FP8WATCH_METRICS_TLS_CERT")
+        credentials = None
+        if settings.metrics_password_file is not None:
+            try:
+                credentials = _credentials(settings.metrics_password_file)
+            except BadInput as error:
+                problems += error.problems
+        if problems:
+            raise BadInput(problems)
+        return cls(tls_cert=cert, tls_key=key, client_ca=authority, credentials=credentials)
+
+    def serve(self, registry: Any, host: str, port: int) -> tuple[Any, Any]:
+        """`prometheus_client`'s server and its thread. Raises `OSError` when the port cannot be had."""
+        import prometheus_client
+
+        options: dict[str, Any] = {}
+        if self.tls_cert is not None:
+            options = {"certfile": str(self.tls_cert), "keyfile": str(self.tls_key),
+                       "client_cafile": None if self.client_ca is None else str(self.client_ca),
+                       "client_auth_required": self.client_ca is not None}  # fmt: skip
+        first = registry if self.credentials is None else _NOTHING
+        server, thread = prometheus_client.start_http_server(port, addr=host, registry=first, **options)
+        made: Any = server
+        if self.tls_cert is not None:
+            # Else the one thread that accepts waits for each client's handshake, and for one that never comes for ever.
+            made.socket.do_handshake_on_connect = False
+        made.RequestHandlerClass = type("Handler", (made.RequestHandlerClass,), {"timeout": REQUEST_SECONDS})
+        made.handle_error = _refused
+        if self.credentials is not None:
+            app: App = prometheus_client.make_wsgi_app(registry)
+            server.set_app(asking(app, self.credentials))
+        return server, thread
+
+
+class _Nothing:
+    """What is served until the app is in its place: no metric to anybody."""
+
+    def collect(self) -> Iterable[Any]:
+        return ()
+
+
+_NOTHING: Any = _Nothing()
+
+
+def _refused(request: Any, address: Any) -> None:
+    """A client that does not trust us, or is not trusted, is no traceback in our log."""
+    logger.debug("request of %s to /metrics failed", address, exc_info=True)
+
+
+def asking(app: App, credentials: bytes) -> App:
+    """`app` for those who give `name:password`; 401 for others."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        kind, _, encoded = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")
+        try:
+            given = base64.b64decode(encoded, validate=True) if kind.lower() == "basic" else b""
+        except (binascii.Error, ValueError):
+            given = b""
+        if hmac.compare_digest(given, credentials):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="fp8watch"'), ("Content-Length", "0")])
+        return [b""]
+
+    return guarded
+
+
+def _credentials(path: Path) -> bytes:
+    try:
+        line = path.read_bytes().strip()
+    except OSError as error:
+        raise BadInput([f"{path}:1: FP8WATCH_METRICS_PASSWORD_FILE: {error.strerror}"]) from error
+    name, colon, password = line.partition(b":")
+    if not name or not colon or not password or b"\n" in line:
+        raise BadInput([f"{path}:1: FP8WATCH_METRICS_PASSWORD_FILE: holds no line name:password"])
+    return line
+
+
+def _tls_problems(cert: Path, key: Path, authority: Path | None) -> list[str]:
+    def refuse() -> str:
+        raise BadInput([f"{key}:1: FP8WATCH_METRICS_TLS_KEY: it has a password, and nobody is there to give it"])
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    problems = []
+    try:
+        context.load_cert_chain(cert, key, password=refuse)
+    except BadInput as error:
+        problems += error.problems
+    except OSError as error:  # also what ssl raises for a file that is no certificate
+        problems.append(f"{cert}:1: FP8WATCH_METRICS_TLS_CERT: no certificate with the key {key}: {error}")
+    if authority is not None:
+        try:
+            context.load_verify_locations(authority)
+        except OSError as error:
+            problems.append(f"{authority}:1: FP8WATCH_METRICS_CLIENT_CA: {error}")
+    return problems
