@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.checkpoints import contents, elastic, manifest, optimizer_state, rng
+from fp8watch.checkpoints import contents, elastic, manifest, optimizer_state, rng, te_extra
 from fp8watch.checkpoints.checksum import parameter_checksum
 from fp8watch.checkpoints.files import check_sizes, is_on_network, verify
 from fp8watch.checkpoints.fp8_state import form_differs, not_restored
@@ -254,6 +254,9 @@ def _overwrite(parts: TrainingParts, loaded: Loaded, targets: dict[str, Any]) ->
         key: from_shard(value, live[key], key) if is_shard(value) else value
         for key, value in loaded.model["state"].items()
     }
+    if parts.controls is not None:
+        state = te_extra.without_pickles(inner, state)
+        te_extra.make_room(parts.model, loaded.state["fp8"])
     if loaded.restore_weights is not None:
         loaded.restore_weights()
     inner.load_state_dict(state, strict=loaded.restore_weights is None)

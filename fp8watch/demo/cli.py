@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fp8watch.demo.config import Device
-from fp8watch.demo.plan import Plan, make_plan
+from fp8watch.demo.engines.choice import choose
+from fp8watch.demo.plan import MIN_STEPS, Plan, make_plan
 from fp8watch.demo.runner import TrainingFailed, run_plan
 from fp8watch.demo.scenarios.catalogue import SCENARIOS
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput
@@ -26,11 +27,15 @@ EXIT_BROKEN = 1
 def demo(
     scenario: Annotated[str, typer.Option(help="What is to go wrong; see --list.")] = "frozen-scale",
     policy: Annotated[str, typer.Option(help="observe, auto, or a policy file.")] = "auto",
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps (400).")] = None,
-    seed: Annotated[int, typer.Option(help="Of model and data.")] = 0,
-    fault_step: Annotated[int | None, typer.Option(help="Step in which the fault begins (half-way).")] = None,
+    steps: Annotated[int | None, typer.Option(min=MIN_STEPS, max=1_000_000, help="Optimizer steps (400).")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of model and data.")] = 0,
+    fault_step: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="Step in which the fault begins (half-way).")
+    ] = None,
     layer: Annotated[str | None, typer.Option(help="Where the fault is, for scenarios that have a layer.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda; FP8 is emulated on both.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu: FP8 is emulated; cuda: Transformer Engine, or emulated without it.")
+    ] = "cpu",
     with_unwatched: Annotated[
         bool | None,
         typer.Option(
@@ -46,12 +51,16 @@ def demo(
         return
     try:
         chosen = _device(device)
+        fp8 = choose(chosen)
         plan = make_plan(
-            scenario=scenario, policy=policy, steps=steps, seed=seed, fault_step=fault_step, layer=layer, device=chosen
-        )
+            scenario=scenario, policy=policy, steps=steps, seed=seed, fault_step=fault_step, layer=layer,
+            device=chosen, engine=fp8.engine,
+        )  # fmt: skip
     except BadInput as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from None
+    if fp8.told:
+        typer.echo(fp8.told, err=True)
     unwatched = not as_json if with_unwatched is None else with_unwatched
     try:
         _run_json(plan, unwatched) if as_json else _run_screen(plan, unwatched)

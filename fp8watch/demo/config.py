@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 Device = Literal["cpu", "cuda"]
+EngineName = Literal["emulation", "transformer_engine"]
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +36,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of AdamW."""
     amax_history_len: int = 1024
     device: Device = "cpu"
+    engine: EngineName = "emulation"
+    """What computes in FP8 (`fp8watch.demo.engines`)."""
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from fp8watch.demo.config import Device, RunSpec, TrainingConfig
+from fp8watch.demo.config import Device, EngineName, RunSpec, TrainingConfig
 from fp8watch.demo.model import Shape, layer_names
 from fp8watch.demo.scenarios.base import Scenario
 from fp8watch.demo.scenarios.catalogue import SCENARIOS
@@ -48,13 +48,14 @@ def make_plan(
     fault_step: int | None = None,
     layer: str | None = None,
     device: Device = "cpu",
+    engine: EngineName = "emulation",
 ) -> Plan:
     """Raises `BadInput` with everything that is wrong."""
     problems = []
     chosen = SCENARIOS.get(scenario)
     if chosen is None:
         raise BadInput([f"command line:1: --scenario: {scenario!r} is none of {', '.join(SCENARIOS)}"])
-    config = TrainingConfig(seed=seed, device=device)
+    config = TrainingConfig(seed=seed, device=device, engine=engine)
     if steps is not None:
         config = msgspec.structs.replace(config, steps=steps)
     if config.steps < MIN_STEPS:
@@ -64,6 +65,8 @@ def make_plan(
     at = _fault_step(chosen, faulty, fault_step)
     if at is not None and not 1 <= at <= config.steps:
         problems.append(f"command line:1: --fault-step: {at} is not a step from 1 to {config.steps}")
+    if at == 1 and chosen.needs_scales and engine == "transformer_engine":
+        problems.append("command line:1: --fault-step: 1: Transformer Engine has no scales before the first forward")
     names = layer_names(Shape(num_layers=config.num_layers, width=config.width))
     if layer is not None and not chosen.takes_layer:
         problems.append(f"command line:1: --layer: {scenario} has no layer")

@@ -27,6 +27,7 @@ def as_json(
         "layer": plan.layer,
         "policy": plan.policy,
         "run": plan.run,
+        "engine": plan.watched.config.engine,
         "ended": ended,
         "final_loss": watched.final(steps),
         "twin_final_loss": twin.final(steps),

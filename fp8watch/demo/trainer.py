@@ -7,6 +7,7 @@ torch alone what a loop without fp8watch does. Nothing else differs between them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,9 +19,9 @@ from torch.utils.data import DataLoader
 from fp8watch.demo import schedule
 from fp8watch.demo.config import TrainingConfig
 from fp8watch.demo.data import Item, Windows, loader
+from fp8watch.demo.engines import Region, engine
 from fp8watch.demo.model import GPT, Shape
 from fp8watch.demo.scenarios.base import Fault
-from fp8watch.emulation import DelayedScaling, convert
 
 SPARE_BATCHES = 512
 """Data beyond the steps: a rollback may leave batches out."""
@@ -75,6 +76,8 @@ class Training:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     loader: DataLoader[Item]
     fault: Fault
+    region: Region = nullcontext
+    """What each forward runs in."""
 
 
 def build(config: TrainingConfig, fault: Fault) -> Training:
@@ -82,8 +85,7 @@ def build(config: TrainingConfig, fault: Fault) -> Training:
     torch.manual_seed(config.seed)
     model = GPT(Shape(num_layers=config.num_layers, width=config.width, length=config.length))
     model.to(config.device)
-    recipe = DelayedScaling(amax_history_len=config.amax_history_len)
-    convert(model, recipe, filter=lambda name, linear: name.startswith("blocks."))
+    region = engine(config.engine).convert(model, amax_history_len=config.amax_history_len)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -95,7 +97,7 @@ def build(config: TrainingConfig, fault: Fault) -> Training:
     batches = loader(fault.dataset(dataset), batch_size=config.batch_size)
     fault.enter(model)
     return Training(
-        config=config, model=model, optimizer=optimizer, scheduler=scheduler, loader=batches, fault=fault
+        config=config, model=model, optimizer=optimizer, scheduler=scheduler, loader=batches, fault=fault, region=region
     )  # fmt: skip
 
 
@@ -108,7 +110,8 @@ def train(training: Training, watch: Watched, report: Report) -> None:
     for inputs, targets, weights in watch.batches(training.loader):
         step = watch.global_step + 1
         training.fault.before_step(step)
-        logits = model(inputs.to(config.device))
+        with training.region():
+            logits = model(inputs.to(config.device))
         losses = F.cross_entropy(logits.transpose(1, 2), targets.to(config.device), reduction="none").mean(dim=1)
         loss = losses.detach().mean()
         (losses * weights.to(config.device)).mean().backward()

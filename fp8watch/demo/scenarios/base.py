@@ -87,6 +87,8 @@ class Scenario:
     """Default of `--layer`; None with `takes_layer`: all layers."""
     takes_layer: bool = False
     takes_fault_step: bool = True
+    needs_scales: bool = False
+    """The fault is in what an engine keeps between steps."""
     fault_share: float = 0.5
     """Default of `--fault-step` as a share of the steps."""
     both: Mapping[str, Any] = field(default_factory=dict)

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
+from fp8watch.demo.config import EngineName
+from fp8watch.demo.engines import engine
 from fp8watch.demo.scenarios.base import OneOff, Scenario, Setting
-from fp8watch.emulation import Fp8Linear, ScalingState
-
-
-def fp8_layers(model: nn.Module, layer: str | None) -> Iterator[Fp8Linear]:
-    """The FP8 layers, or the one of that name."""
-    for name, module in model.named_modules():
-        if isinstance(module, Fp8Linear) and layer in (None, name):
-            yield module
-
-
-class _Stuck(ScalingState):
-    """A scaling state whose update runs and whose result never reaches the scale."""
-
-    def update(self, recipe: object, amax: torch.Tensor) -> None:
-        scale = self.scale.clone()
-        super().update(recipe, amax)  # type: ignore[arg-type]
-        self.scale.copy_(scale)
 
 
 class FrozenScale(OneOff):
@@ -37,16 +20,17 @@ class FrozenScale(OneOff):
 
     FACTOR = 64.0
 
-    def __init__(self, fault_step: int, layer: str | None) -> None:
+    def __init__(self, fault_step: int, layer: str | None, engine: EngineName = "emulation") -> None:
         super().__init__(fault_step)
         self._layer = layer
+        self._engine: EngineName = engine
 
     def happen(self, model: nn.Module) -> None:
         """Clips everything above amax / 64 from now on."""
-        for module in fp8_layers(model, self._layer):
-            for state in (module.scaling_forward, module.scaling_backward):
-                state.scale.mul_(self.FACTOR)
-                state.__class__ = _Stuck
+        for both in engine(self._engine).scales(model, self._layer):
+            for scales in both:
+                scales.scale.mul_(self.FACTOR)
+                scales.stick()
 
 
 class GradientUnderflow(OneOff):
@@ -59,23 +43,24 @@ class GradientUnderflow(OneOff):
 
     FACTOR = 2.0**-24
 
-    def __init__(self, fault_step: int, layer: str | None) -> None:
+    def __init__(self, fault_step: int, layer: str | None, engine: EngineName = "emulation") -> None:
         super().__init__(fault_step)
         self._layer = layer
+        self._engine: EngineName = engine
 
     def happen(self, model: nn.Module) -> None:
         """Most gradient elements are rounded to zero from now on."""
-        for module in fp8_layers(model, self._layer):
-            module.scaling_backward.scale.mul_(self.FACTOR)
-            module.scaling_backward.amax_history[-1].fill_(torch.inf)
+        for _, backward in engine(self._engine).scales(model, self._layer):
+            backward.scale.mul_(self.FACTOR)
+            backward.amax_history[-1].fill_(torch.inf)
 
 
 def _frozen(setting: Setting) -> FrozenScale:
-    return FrozenScale(setting.fault_step, setting.layer)
+    return FrozenScale(setting.fault_step, setting.layer, setting.config.engine)
 
 
 def _underflow(setting: Setting) -> GradientUnderflow:
-    return GradientUnderflow(setting.fault_step, setting.layer)
+    return GradientUnderflow(setting.fault_step, setting.layer, setting.config.engine)
 
 
 SCENARIOS = (
@@ -86,6 +71,7 @@ SCENARIOS = (
         make=_frozen,
         recurs="the scales are put off once; the update stays broken for the life of the process",
         takes_layer=True,
+        needs_scales=True,
     ),
     Scenario(
         name="gradient-underflow",
@@ -94,5 +80,6 @@ SCENARIOS = (
         make=_underflow,
         recurs="once; what is restored from before is whole",
         takes_layer=True,
+        needs_scales=True,
     ),
 )
