@@ -66,7 +66,7 @@ class Link(threading.Thread):
         self._opening = Opening([])
         self._current: Message | None = None
         self._pending = memoryview(b"")
-        self._stop = threading.Event()
+        self._stopping = threading.Event()
         self._deadline = 0.0
         self._warned: set[str] = set()
         self.inbox: deque[Reply] = deque(maxlen=4096)
@@ -105,7 +105,7 @@ class Link(threading.Thread):
         if self._process is None and not self.is_connected:
             deadline = min(deadline, time.monotonic() + ABSENT_SECONDS)
         self._deadline = deadline
-        self._stop.set()
+        self._stopping.set()
 
     def close_in_child(self) -> None:
         """Let go of the socket in a forked child. Takes no lock."""
@@ -123,7 +123,7 @@ class Link(threading.Thread):
                     if time.monotonic() - in_since > STABLE_SECONDS:
                         retry_seconds = FIRST_RETRY_SECONDS
                     out_since = time.monotonic()
-                    self._stop.wait(retry_seconds)
+                    self._stopping.wait(retry_seconds)
                 continue
             if self._connect():
                 in_since = time.monotonic()
@@ -140,14 +140,14 @@ class Link(threading.Thread):
                     f"no agent at {self._address} for {self._settings.connect_seconds:g} s: "
                     "frames are held, then dropped and counted; still trying"
                 )
-            if self._stop.is_set():
+            if self._stopping.is_set():
                 time.sleep(IDLE_SECONDS)
             else:
-                self._stop.wait(retry_seconds)
+                self._stopping.wait(retry_seconds)
             retry_seconds = min(retry_seconds * 1.5, MAX_RETRY_SECONDS)
 
     def _is_done(self) -> bool:
-        if not self._stop.is_set():
+        if not self._stopping.is_set():
             return False
         return time.monotonic() >= self._deadline or (
             self.is_connected and not self._preamble and not self._pending and len(self._queue) == 0
@@ -207,7 +207,7 @@ class Link(threading.Thread):
             self._load_next()
         poller = select.poll()
         poller.register(connection, select.POLLIN | (select.POLLOUT if self._pending else 0))
-        seconds = 0.2 if self._pending and not self._stop.is_set() else IDLE_SECONDS
+        seconds = 0.2 if self._pending and not self._stopping.is_set() else IDLE_SECONDS
         events = poller.poll(seconds * 1000)
         try:
             if events and events[0][1] & select.POLLIN and not self._receive(connection):
@@ -272,7 +272,7 @@ class Link(threading.Thread):
 
     def _keep_process(self, process: AgentProcess) -> bool:
         """See to it that a process runs; False when it is given up."""
-        if process.is_running() or (self._stop.is_set() and process.num_starts > 0):
+        if process.is_running() or (self._stopping.is_set() and process.num_starts > 0):
             return True  # a training that is over before it could be started is worth a record too
         is_restart = process.num_starts > 0
         if is_restart and not process.has_restarts_left():
