@@ -299,9 +299,7 @@ def _write(run: Wanted, sent: Iterable[Any], raw: Path) -> None:
         "layer": run.layer or None, "held_out": run.seed in HELD_OUT, "steps": run.config.steps,
     }  # fmt: skip
     recorded = frames_file.RecordedRun(run=run.name, frames=frames, layouts=layouts, notes=facts)
-    path = _path(run, raw)
-    frames_file.write(path.with_suffix(".part"), [recorded])
-    path.with_suffix(".part").rename(path)
+    frames_file.write(_path(run, raw), [recorded])
     print(f"{run.name}: {len(frames)} steps, fault {run.fault_step} {run.layer}", flush=True)
 
 
