@@ -37,6 +37,24 @@ class Cut:
     is_for_good: bool = False
 
 
+class Sent:
+    """What one connection to a rank has been sent. The same rule tells a rank beforehand what will come to it."""
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self._orders = orders
+        self._numbers: set[int] = set()
+
+    def answer_to(self, frame: StepFrame) -> list[tuple[int, Command]]:
+        """Places in the orders, and commands, that are sent when this frame has come."""
+        found = []
+        for number, order in enumerate(self._orders):
+            if number not in self._numbers and frame.step >= order.late.get(frame.rank, order.after):
+                self._numbers.add(number)
+                attempt = frame.attempt if order.is_up_to_date else order.command.attempt
+                found.append((number, msgspec.structs.replace(order.command, attempt=attempt)))
+        return found
+
+
 class FakeController:
     """Serves until it is closed. What came is kept by run."""
 
@@ -64,7 +82,8 @@ class FakeController:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        splitter, sent = wire.Splitter(), set[int]()
+        splitter = wire.Splitter()
+        sent: Sent | None = None
         with connection, contextlib.suppress(OSError, WireError):
             while data := connection.recv(1 << 16):
                 for body in splitter.feed(data):
@@ -79,13 +98,9 @@ class FakeController:
                         self.frames[message.run].append(message)
                         if self._is_cut(message):
                             return
-                        for number, order in enumerate(self._orders.get(message.run, ())):
-                            if number not in sent and message.step >= order.late.get(message.rank, order.after):
-                                sent.add(number)
-                                found = order.command
-                                if order.is_up_to_date:
-                                    found = msgspec.structs.replace(found, attempt=message.attempt)
-                                connection.sendall(wire.frame(found))
+                        sent = sent or Sent(self._orders.get(message.run, ()))
+                        for _, command in sent.answer_to(message):
+                            connection.sendall(wire.frame(command))
                     elif isinstance(message, Layout):
                         self.layouts[message.run].append(message)
                     elif isinstance(message, CommandResult):

@@ -136,3 +136,27 @@ def test_without_an_onset_the_last_steps_are_looked_at() -> None:
     )  # fmt: skip
     assert watched().objection(command) is not None
     assert watched(loss=9.0).objection(command) is None
+
+
+class Unreadable(Made):
+    """Its columns cannot be put together, or nothing of it."""
+
+    def __init__(self, step: int, *, has_scalars: bool) -> None:
+        self.step, self._has_scalars = step, has_scalars
+
+    def frame(self) -> StepFrame:
+        raise KeyError("amax")
+
+    def scalars(self) -> dict[str, float]:
+        if self._has_scalars:
+            return {"loss": 2.0}
+        raise KeyError("loss")
+
+
+@pytest.mark.parametrize("has_scalars", [True, False])
+def test_a_frame_that_cannot_be_read_does_not_make_the_rank_agree(has_scalars: bool) -> None:
+    evidence = watched()
+    evidence.note(PendingFrame(Unreadable(81, has_scalars=has_scalars)), LAYOUT)
+    found = evidence.objection(order(tensors=["a:input"]))
+    assert found is not None
+    assert "has seen nothing out of the ordinary itself" in found

@@ -32,11 +32,39 @@ def test_a_refusal_by_one_rank_holds_for_all():
     assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks)
 
 
-def test_a_command_that_never_reaches_one_rank_expires_and_does_not_block_the_next():
+def test_a_command_that_never_reaches_one_rank_expires_by_its_step():
+    sim = Simulation(Plan(commands=[knob(0, last_step=5)], arrivals={(1, 0): 99})).run()
+    assert all(rank.state["knob"] == 0 for rank in sim.ranks)
+    assert [fates(sim, "a0")[rank] for rank in (0, 2)] == [[("expired", 5)]] * 2
+
+
+def test_a_command_that_never_reaches_one_rank_is_overtaken_by_the_next():
     late = {(1, 0): 99, **{(r, 1): 2 for r in range(3)}}
-    sim = Simulation(Plan(commands=[knob(0, last_step=5), knob(1, "other")], arrivals=late)).run()
+    sim = Simulation(Plan(commands=[knob(0), knob(1, "other")], arrivals=late)).run()
+    assert fates(sim, "a1") == [[("applied", 4), ("applied", 4)]] * 3  # one step more than without the first
+    assert [fates(sim, "a0")[rank] for rank in (0, 2)] == [[("expired", 4)]] * 2
     assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks)
-    assert fates(sim, "a0")[0] == [("expired", 5)]
+
+
+def test_a_command_that_was_overtaken_is_not_begun_when_it_comes_at_last():
+    late = {(1, 0): 6, **{(r, 1): 2 for r in range(3)}}
+    sim = Simulation(Plan(commands=[knob(0), knob(1, "other")], arrivals=late)).run()
+    assert [[status for status, _ in rank] for rank in fates(sim, "a0")] == [["expired"]] * 3
+    assert all(rank.state["knob"] == 0 for rank in sim.ranks)
+
+
+def test_each_rank_lacks_another_one_and_what_all_of_them_hold_is_begun():
+    late = {(rank, rank): 99 for rank in range(3)} | {(rank, 3): 3 for rank in range(3)}
+    sim = Simulation(Plan(commands=[knob(i, "knob") for i in range(3)] + [knob(3, "other")], arrivals=late)).run()
+    assert fates(sim, "a3") == [[("applied", 5), ("applied", 5)]] * 3
+    assert all(rank.state["knob"] == 0 and rank.state["other"] == 4 for rank in sim.ranks)
+
+
+def test_what_comes_a_little_later_to_one_rank_keeps_its_turn():
+    """Only a command that all ranks hold overtakes: until then the one before it may still come."""
+    late = {(1, 0): 3, (0, 1): 4, (2, 1): 4}
+    sim = Simulation(Plan(commands=[knob(0), knob(1, "other")], arrivals=late)).run()
+    assert all(rank.state["knob"] == 1 and rank.state["other"] == 2 for rank in sim.ranks)
 
 
 def test_a_newer_term_ends_what_only_some_ranks_hold_of_the_older():
@@ -139,6 +167,32 @@ def test_no_two_ranks_finish_a_step_in_different_states(plan):
     assert not sim.disagreements()
     if not plan.kills:
         assert sim.num_timeouts == 0
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> Plan:
+    """Commands that come to ranks in any order, or never; what is to be seen is how long the others wait for them."""
+    ranks, count = draw(st.integers(2, 4)), draw(st.integers(1, 4))
+    step = st.one_of(st.integers(1, 8), st.just(99))
+    return Plan(
+        ranks=ranks,
+        steps=16,
+        seed=draw(st.integers(0, 2**16)),
+        commands=[knob(i, "b") for i in range(count)],
+        arrivals={(rank, index): draw(step) for rank in range(ranks) for index in range(count)},
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(deliveries())
+def test_what_all_ranks_hold_is_ruled_on_within_five_steps(plan):
+    sim = Simulation(plan).run()
+    assert not sim.disagreements()
+    for index, command in enumerate(plan.commands):
+        held = max(plan.arrivals[rank, index] for rank in range(plan.ranks))
+        if held < 99:
+            ruled = {max(step for _, step in rank[:1]) if rank else 99 for rank in fates(sim, command.id)}
+            assert max(ruled) <= held + 5
 
 
 class TrustsTheOthers(AllRanks):

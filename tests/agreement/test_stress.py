@@ -14,17 +14,22 @@ BENCH = Path(__file__).parents[2] / "bench"
 def test_after_random_faults_and_actions_all_ranks_hold_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Parameters step by step, the log of what was carried out and when, and the end."""
+    """Parameters step by step, the log of what was carried out and when, and the end; and the same decisions again."""
     monkeypatch.syspath_prepend(str(BENCH))
     import agreement_stress
 
     out = tmp_path / "stress.json"
-    code = agreement_stress.main(["--sequences", "20", "--launches", "1", "--seed", "1", "--out", str(out)])
+    numbers = ["--sequences", "17", "--by-clock", "3", "--repeat-only", "3", "--launches", "1", "--seed", "1"]
+    code = agreement_stress.main([*numbers, "--out", str(out)])
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
-    rows = json.loads(out.read_text())["rows"]
+    found = json.loads(out.read_text())
+    rows = found["rows"]
     assert len(rows) == 20
     assert all(row["pass"] for row in rows)
+    assert (found["played_again"], found["differing_decisions"], found["differing_parameters"]) == (3, 0, 0)
+    assert max(map(int, found["decided_steps"])) <= 5
+    assert max(map(int, found["known_steps"])) <= 5
     # A run in which nothing happens would pass as well.
     carried_out = Counter(what["action"] for row in rows for what in row["log"])
     assert sum(carried_out.values()) >= 15

@@ -8,6 +8,11 @@ whatever it has learnt since.
 
 Why ranks must name the same number, and not only "all up to": a controller that was restarted numbers anew under a
 higher term, so a rank that missed a command cannot know that it did.
+
+A rank names the lowest number that waits with it. Where all ranks name one and they differ, the rank that named the
+highest holds nothing below it, so that nothing below it can be agreed on: in the next round all name their lowest from
+there on. A command that never comes to one rank is so overtaken by the next one that all ranks hold, and does not keep
+that one waiting until it expires.
 """
 
 from __future__ import annotations
@@ -53,6 +58,9 @@ class Tally:
 
     key: int
     """The number that every rank named; 0: they named different ones, or none."""
+    gap: int
+    """The highest number that a rank named, where every rank named one and they differ: below it there is nothing that
+    all of them hold. 0 else."""
     is_same_content: bool
     is_same_step: bool
     refused_by: int | None
@@ -66,6 +74,7 @@ class Tally:
         low, high, digest, digest_high, step, step_high, refused, leaving = reduced
         return cls(
             key=low if low == -high else 0,
+            gap=-high if 0 < low < -high else 0,
             is_same_content=digest == -digest_high,
             is_same_step=step == -step_high,
             refused_by=-refused - 1 if refused else None,
@@ -92,6 +101,8 @@ class Rounds:
         self._rank = rank
         self._named: Candidate | None = None
         self._floor = 0
+        self._start = 0
+        self._ruled: set[int] = set()
         self.over: str | None = None
         """Why nothing is voted on any more; None: it is."""
         self.is_open = False
@@ -103,21 +114,23 @@ class Rounds:
         """The ballot of the boundary after `step` updates, and what needs no vote.
 
         Needs no vote: what has expired (every rank counts the same steps), what was ruled on before and is only
-        repeated, and commands of a term that a newer one has ended.
+        repeated, what was overtaken, and commands of a term that a newer one has ended.
         """
         rulings, left = [], []
         newest = max((c.command.term for c in candidates), default=0)
         for candidate in sorted(candidates, key=lambda c: number(c.command)):
             command, refusal = candidate.command, candidate.refusal
-            if number(command) <= self._floor:
+            if number(command) in self._ruled:
                 rulings.append(Ruling(command, ("vetoed", "ruled on before")))
+            elif number(command) <= self._floor:
+                rulings.append(Ruling(command, ("expired", "a later command came to all ranks before this one did")))
             elif command.term < newest:
                 rulings.append(Ruling(command, ("vetoed", f"given under term {command.term}, now it is {newest}")))
             elif refusal is not None and refusal[0] == "expired":
                 rulings.append(Ruling(command, refusal))
             else:
                 left.append(candidate)
-        self._named = left[0] if left else None
+        self._named = next((c for c in left if number(c.command) >= self._start), None)
         self.is_open = True
         if self._named is None:
             return Ballot(rank=self._rank, step=step), rulings
@@ -132,6 +145,8 @@ class Rounds:
         """The end of a round: what it has ruled on the command named, None when that goes on waiting."""
         tally, named = Tally.read(reduced), self._named
         self._named, self.is_open = None, False
+        # Back to the lowest after each round without a gap: what was missing may have come meanwhile.
+        self._start = tally.gap
         if tally.left is not None:
             self.left = tally.left
             self.over = f"rank {tally.left} has left the run"
@@ -142,6 +157,7 @@ class Rounds:
         if named is None or tally.key != number(named.command):
             return None
         self._floor = tally.key
+        self._ruled.add(tally.key)
         if not tally.is_same_content:
             return Ruling(named.command, ("vetoed", "the ranks hold different commands under this number"))
         if tally.refused_by is not None:
