@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -31,10 +31,17 @@ TENSORS: tuple[Literal["input", "weight", "grad_output"], ...] = ("input", "weig
 _COUNTS = ("quantized", "saturated", "underflowed", "nonfinite")
 PATIENCE_STEPS = 3
 """Steps in which a layer may be silent before it is named as not observed."""
+LOOK_AGAIN = 16
+"""Steps between walks through the model for layers that came or went."""
 
 
 def _named_fp8(model: torch.nn.Module) -> dict[str, Fp8Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+
+
+def _recipe_values(module: Fp8Linear) -> tuple[Any, ...]:
+    recipe, forward = module.recipe, module.scaling_forward
+    return recipe.amax_compute_algo, recipe.margin, len(forward.amax_history), forward.fmt, module.scaling_backward.fmt
 
 
 class EmulatedSource:
@@ -51,6 +58,10 @@ class EmulatedSource:
         self._idle: set[Fp8Linear] = set()
         """Layers that have not run, once there was time for it."""
         self._num_reads = 0
+        self._columns_state: tuple[Any, ...] | None = None
+        self._columns: list[TensorColumn] = []
+        self._missing_state: tuple[Any, ...] | None = None
+        self._missing: list[str] = []
         num = len(TENSORS) * len(self._modules)
         device = next((m.scaling_forward.scale.device for m in self._position), torch.device("cpu"))
         self._amax = torch.zeros(num, device=device)
@@ -70,7 +81,16 @@ class EmulatedSource:
 
     def columns(self) -> Sequence[TensorColumn]:
         """Three a module: input, weight, grad_output; recipe values are the live ones. Layers that have not run in
-        the first steps have none until they run: they are named instead."""
+        the first steps have none until they run: they are named instead.
+
+        The same object as long as nothing has changed.
+        """
+        state = (len(self._idle), [_recipe_values(module) for module in self._order])
+        if state != self._columns_state:
+            self._columns_state, self._columns = state, self._make_columns()
+        return self._columns
+
+    def _make_columns(self) -> list[TensorColumn]:
         return [
             TensorColumn(
                 module=name,
@@ -88,7 +108,16 @@ class EmulatedSource:
         ]
 
     def not_observable(self) -> Sequence[str]:
-        """Layers that have not run, and those that left the model, or came into it, after attach."""
+        """Layers that have not run, and those that left the model, or came into it, after attach.
+
+        The model is walked through in the first steps and in each sixteenth after them.
+        """
+        state = (len(self._idle), self._num_reads if self._num_reads < LOOK_AGAIN else self._num_reads // LOOK_AGAIN)
+        if state != self._missing_state:
+            self._missing_state, self._missing = state, self._look_for_missing()
+        return self._missing
+
+    def _look_for_missing(self) -> list[str]:
         now = _named_fp8(self._model)
         gone = [f"{name}: no longer in the model" for name, mod in self._modules.items() if now.get(name) is not mod]
         new = [f"{name}: converted after attach" for name, mod in now.items() if mod not in self._position]
