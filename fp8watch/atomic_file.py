@@ -11,18 +11,28 @@ import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
 """What file systems answer that know no syncing of folders (some FUSE and SMB mounts): nothing more can be done."""
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool, mode: int | None = None) -> None:
-    """Put `data` in the place of `path`, whose folder exists. On a disk when this returns, if `durable`.
+    """`replacing` for contents that are at hand. Raises `OSError` as it does."""
+    with replacing(path, durable=durable, mode=mode) as file:
+        file.write(data)
 
-    `mode`: permissions of the new file; None: those of any new file under this process's umask. Raises `OSError` with
-    the old contents in place and nothing left beside them; only when the folder cannot be synced, which comes last,
-    are the new contents there and may be lost with the power.
+
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool, mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file whose contents take the place of `path`, whose folder exists, when the block ends without an exception.
+
+    On a disk then, if `durable`. `mode`: permissions of the new file; None: those of any new file under this process's
+    umask. Raises `OSError` with the old contents in place and nothing left beside them, as an exception of the block
+    does; only when the folder cannot be synced, which comes last, are the new contents there and may be lost with the
+    power.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
@@ -30,7 +40,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool, mode: int | None = N
         with open(partial, "xb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            file.write(data)
+            yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -74,15 +74,15 @@ class Settings(BaseSettings):
     connect_seconds: float = Field(default=20.0, gt=0, le=MAX_WAIT_SECONDS)
     """How long the transport thread tries to reach an agent before it reports it absent (it goes on trying)."""
 
-    join_seconds: float = Field(default=60.0, gt=0)
+    join_seconds: float = Field(default=60.0, gt=0, le=MAX_WAIT_SECONDS)
     """With several ranks and a policy that acts: how long attach waits for the other ranks to attach too. After
     that the run is only observed."""
 
-    start_seconds: float = Field(default=5.0, ge=0)
+    start_seconds: float = Field(default=5.0, ge=0, le=MAX_WAIT_SECONDS)
     """With a policy that acts: how long attach waits for the process that decides, so that it can act from the first
     step on. After that training begins without, and what it sends is held. 0: it does not wait."""
 
-    agreement_seconds: float = Field(default=600.0, gt=0)
+    agreement_seconds: float = Field(default=600.0, gt=0, le=MAX_WAIT_SECONDS)
     """How long a rank waits for the others at a step boundary (as long as NCCL's own default): ranks that train
     together are never a step apart, and a rank that has died is noticed at once."""
 
@@ -99,7 +99,7 @@ class Settings(BaseSettings):
     """Redis of a cluster: `redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port,host:port/service/db` or
     `redis+cluster://host:port` (docs/cluster.md). Set: the node's agent forwards to it and does not decide."""
 
-    redis_keep_seconds: float = Field(default=600.0, gt=0)
+    redis_keep_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """How long frames stay in Redis. Decisions, findings and checkpoints are not trimmed with them."""
 
     node: str | None = None
@@ -108,7 +108,7 @@ class Settings(BaseSettings):
     spool_limit_bytes: int = Field(default=512 * 1024**2, ge=1024**2)
     """What a node's agent keeps on disk while Redis is away; the oldest frames go first, counted."""
 
-    lease_seconds: float = Field(default=3.0, gt=0.2)
+    lease_seconds: float = Field(default=3.0, gt=0.2, le=MAX_WAIT_SECONDS)
     """How long a controller that has fallen silent stays the active one."""
 
     command_key: SecretStr | None = None
@@ -125,7 +125,7 @@ class Settings(BaseSettings):
     """File that holds `frame_key`."""
 
     approval_key: SecretStr | None = None
-    """Secret by which console and command line sign approvals."""
+    """Secret by which the command line signs what a person approves or refuses, and the controller verifies it."""
 
     approval_key_file: Path | None = None
     """File that holds `approval_key`."""

@@ -11,13 +11,15 @@ from typing import Annotated
 
 import typer
 
+from fp8watch.commands import stores, values
+from fp8watch.commands.stores import DirOption
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput, MissingDependency
 from fp8watch.security import PURPOSES
 from fp8watch_dashboards.listening import Listening
 
 SECRETS = frozenset(
     {f"FP8WATCH_{purpose.upper()}_KEY{suffix}" for purpose in PURPOSES for suffix in ("", "_FILE")}
-    | {"FP8WATCH_REDIS_URL"}
+    | {"FP8WATCH_REDIS_URL", "FP8WATCH_METRICS_TLS_KEY", "FP8WATCH_METRICS_PASSWORD_FILE"}
 )
 """What the page has no use for, and whoever breaks into its server should not find. The URL may hold a password."""
 
@@ -45,23 +47,33 @@ def command_line(listening: Listening) -> list[str]:
 def environment(given: Mapping[str, str], directory: Path) -> dict[str, str]:
     """What the server gets: it reads stores, so it is given neither the keys that sign nor the way to Redis."""
     kept = {name: value for name, value in given.items() if name not in SECRETS}
-    return {**kept, "FP8WATCH_DIR": str(directory.resolve())}
+    return {**kept, "FP8WATCH_DIR": str(directory)}
 
 
 @app.callback(invoke_without_command=True)
 def console(
-    directory: Annotated[Path, typer.Option("--dir", envvar="FP8WATCH_DIR", help="Folder that holds the runs.")] = Path(
-        ".fp8watch"
-    ),
+    directory: DirOption = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. The console has no login: put one before it, or use loopback.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8501,
     tls_cert: Annotated[
-        Path | None, typer.Option(envvar="FP8WATCH_CONSOLE_TLS_CERT", help="Certificate chain (PEM): serve https.")
+        Path | None,
+        typer.Option(
+            parser=values.file,
+            metavar="FILE",
+            envvar="FP8WATCH_CONSOLE_TLS_CERT",
+            help="Certificate chain (PEM): serve https.",
+        ),
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(envvar="FP8WATCH_CONSOLE_TLS_KEY", help="Private key of the certificate (PEM).")
+        Path | None,
+        typer.Option(
+            parser=values.file,
+            metavar="FILE",
+            envvar="FP8WATCH_CONSOLE_TLS_KEY",
+            help="Private key of the certificate (PEM).",
+        ),
     ] = None,
     allow_plain: Annotated[
         bool,
@@ -77,12 +89,13 @@ def console(
         raise MissingDependency("streamlit", "dashboards")
     listening = Listening(host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, allow_plain=allow_plain)
     try:
+        home = stores.folder(directory).resolve()
         listening.check()
     except BadInput as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from error
-    typer.echo(f"fp8watch console on {listening.url} reading {directory.resolve()}")
+    typer.echo(f"fp8watch console on {listening.url} reading {home}")
     sys.stdout.flush()
     # Replaced, not started beside: whoever ends this process (a terminal, a container's runtime) ends the server.
     command = command_line(listening)
-    os.execve(command[0], command, environment(os.environ, directory))
+    os.execve(command[0], command, environment(os.environ, home))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp8watch.errors import BadInput
+from fp8watch.security import certificates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,10 @@ class Listening:
             missing = "--tls-key" if self.tls_key is None else "--tls-cert"
             problems.append(f"command line:1: {missing}: a certificate and its key are given together")
         elif self.tls_cert is not None and self.tls_key is not None:
-            problems += _pair_problems(self.tls_cert, self.tls_key)
+            problems += [
+                f"command line:1: --tls-{fault.part}: {fault.path}: {fault.reason}"
+                for fault in certificates.faults(self.tls_cert, self.tls_key)
+            ]
         elif not self.allow_plain and not is_loopback(self.host):
             problems.append(
                 f"command line:1: --host: {self.host or 'every address'} is not loopback: give --tls-cert and "
@@ -71,25 +74,3 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
-
-
-def _pair_problems(cert: Path, key: Path) -> list[str]:
-    unread = []
-    for option, path in (("--tls-cert", cert), ("--tls-key", key)):
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            unread.append(f"command line:1: {option}: {path}: {error.strerror}")
-    if unread:
-        return unread
-
-    def refuse() -> str:
-        raise BadInput([f"command line:1: --tls-key: {key}: it has a password, and nobody is there to give it"])
-
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=refuse)
-    except BadInput as error:
-        return error.problems
-    except ssl.SSLError as error:
-        return [f"command line:1: --tls-cert: {cert} and {key} are no certificate and its key: {error.reason or error}"]
-    return []

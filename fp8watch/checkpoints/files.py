@@ -42,7 +42,7 @@ def is_on_network(path: Path) -> bool:
             if is_above and len(mount) >= len(found[0]):
                 found = (mount, kind)
         return found[1].startswith(_NETWORK)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # the last of a link that leads to itself
         return True
 
 

@@ -82,7 +82,7 @@ def show(
 def export(
     incident: IncidentArgument,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", parser=values.folder, metavar="FILE", help="Default: INCIDENT.zip.")
+        Path | None, typer.Option("-o", "--output", parser=values.file, metavar="FILE", help="Default: INCIDENT.zip.")
     ] = None,
     run: RunOption = None,
     directory: DirOption = None,

@@ -32,6 +32,11 @@ def folder(value: str | Path) -> Path:
     return Path(value)
 
 
+def file(value: str | Path) -> Path:
+    """A file; an empty text is a variable that was not set."""
+    return Path(text(str(value)))
+
+
 def text(value: str) -> str:
     """Any text but an empty one, which would pass for an option that was not given."""
     if not value:

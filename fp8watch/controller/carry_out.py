@@ -35,6 +35,10 @@ class ActionLog:
         self._standing: str | None = None
         """A skipped update whose next step has not been seen yet."""
 
+    def records(self) -> list[ActionRecord]:
+        """All of them as they are now."""
+        return [*self._actions.values()]
+
     def changed(self) -> list[ActionRecord]:
         """Records that are new or have changed, each once."""
         records = [self._actions[action_id] for action_id in self._changed]

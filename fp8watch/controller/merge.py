@@ -72,6 +72,13 @@ class Merger:
         self.tensor_groups.clear()
         self._start = self._closed = step
 
+    def hand_back(self) -> None:
+        """Forget the frames of steps that are not complete, as if they had not come: they will come again."""
+        for frames in self._waiting.values():
+            for rank in frames:
+                self._newest[rank] = min(self._newest.get(rank, self._closed), self._closed)
+        self._waiting.clear()
+
     def join(self, rank: int, step: int, tensor_group: Sequence[int] = ()) -> None:
         """A rank of this attempt is there (again); its first frame is of the step after `step`."""
         if len(tensor_group) > 1:

@@ -21,11 +21,12 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from fp8watch import __version__
+from fp8watch.atomic_file import replacing
 from fp8watch.controller.closer import CloserBook
 from fp8watch.controller.merge import merge
 from fp8watch.controller.stores.base import Store
@@ -75,7 +76,10 @@ class Window(msgspec.Struct, kw_only=True):
 
 
 def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
-    """Write a bundle; its manifest. Raises `OSError`. Goes once through the run to get the detectors' state."""
+    """Write a bundle; its manifest. Goes once through the run to get the detectors' state.
+
+    Raises `OSError` with whatever was at `path` before still there.
+    """
     window, state = _window(store, incident)
     with tempfile.TemporaryDirectory() as folder:
         frames = Path(folder) / FRAMES
@@ -98,12 +102,19 @@ def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
         manifest = _manifest(store, incident, window, num_frames, again)
         sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         manifest["sha256"] = sums | {FRAMES: _sum_of(frames)}
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        with _written(path) as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("manifest.json", json.dumps(manifest, indent=2))
             for name, data in files.items():
                 archive.writestr(name, data)
             archive.write(frames, FRAMES)
     return manifest
+
+
+def _written(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
+    """Whole or not at all. A link stays one; a device or a pipe, which must not be replaced, is written as it is."""
+    if path.exists() and not path.is_file():
+        return path.open("wb")
+    return replacing(path.resolve(), durable=True)
 
 
 def _manifest(

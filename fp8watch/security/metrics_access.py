@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hmac
 import logging
+import socket
 import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from fp8watch.errors import BadInput
+from fp8watch.security import certificates
 from fp8watch.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 10.0
 """Of a client that says nothing, its handshake included; a scrape's default is 10 s as well."""
+MOST_CONNECTIONS = 128
+"""At once; each has a thread and a descriptor, which the process that serves needs for its ranks and files too. A few
+Prometheus servers have one each, for a moment."""
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 """As in WSGI."""
 
@@ -82,6 +88,7 @@ class MetricsAccess:
             made.socket.do_handshake_on_connect = False
         made.RequestHandlerClass = type("Handler", (made.RequestHandlerClass,), {"timeout": REQUEST_SECONDS})
         made.handle_error = _refused
+        _OldestFirst(made)
         if self.credentials is not None:
             app: App = prometheus_client.make_wsgi_app(registry)
             server.set_app(asking(app, self.credentials))
@@ -96,6 +103,32 @@ class _Nothing:
 
 
 _NOTHING: Any = _Nothing()
+
+
+class _OldestFirst:
+    """Bounds the connections of a server: the oldest is cut off for a new one. Those who connect and say nothing, or a
+    byte now and then, so hold up nobody who reads and goes."""
+
+    def __init__(self, server: Any) -> None:
+        self._open: dict[Any, None] = {}
+        self._process, self._shutdown = server.process_request, server.shutdown_request
+        server.process_request, server.shutdown_request = self.process_request, self.shutdown_request
+
+    def process_request(self, request: Any, address: Any) -> None:
+        """See `socketserver.BaseServer`: on the one thread that accepts."""
+        self._open[request] = None
+        if len(self._open) > MOST_CONNECTIONS:
+            with contextlib.suppress(OSError, StopIteration, RuntimeError):  # it has just ended by itself
+                oldest = next(iter(self._open))
+                self._open.pop(oldest, None)
+                # The bare socket: its thread may be in the middle of a handshake, and wakes up to find it closed.
+                socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+        self._process(request, address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """See `socketserver.BaseServer`: on the thread of the connection."""
+        self._open.pop(request, None)
+        self._shutdown(request)
 
 
 def _refused(request: Any, address: Any) -> None:
@@ -132,20 +165,13 @@ def _credentials(path: Path) -> bytes:
 
 
 def _tls_problems(cert: Path, key: Path, authority: Path | None) -> list[str]:
-    def refuse() -> str:
-        raise BadInput([f"{key}:1: FP8WATCH_METRICS_TLS_KEY: it has a password, and nobody is there to give it"])
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    problems = []
-    try:
-        context.load_cert_chain(cert, key, password=refuse)
-    except BadInput as error:
-        problems += error.problems
-    except OSError as error:  # also what ssl raises for a file that is no certificate
-        problems.append(f"{cert}:1: FP8WATCH_METRICS_TLS_CERT: no certificate with the key {key}: {error}")
+    problems = [
+        f"{fault.path}:1: FP8WATCH_METRICS_TLS_{fault.part.upper()}: {fault.reason}"
+        for fault in certificates.faults(cert, key)
+    ]
     if authority is not None:
         try:
-            context.load_verify_locations(authority)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(authority)
         except OSError as error:
             problems.append(f"{authority}:1: FP8WATCH_METRICS_CLIENT_CA: {error}")
     return problems

@@ -170,6 +170,21 @@ def test_a_silent_rank_is_waited_for_until_it_is_given_up() -> None:
     assert made.unseen == {"missing": 4, "late": 6}
 
 
+def test_frames_that_are_handed_back_may_come_again_and_no_others() -> None:
+    merger = Merger(2)
+    for rank in (0, 1):
+        merger.layout(layout(rank))
+        merger.frame(frame(rank, 1))
+    merger.frame(frame(0, 2, loss=1.0))
+    merger.hand_back()
+    assert merger.frame(frame(1, 2, loss=3.0)) == []
+    (sample,) = merger.frame(frame(0, 2, loss=1.0))
+    assert (sample.step, sample.scalars["loss"]) == (2, 2.0)
+    assert (merger.duplicates, dict(merger.unseen)) == (0, {})
+    assert merger.frame(frame(0, 1)) == []
+    assert merger.unseen["late"] == 1
+
+
 def test_what_is_held_back_is_bounded() -> None:
     made = merger(layout(0), layout(1))
     found = [sample for step in range(1, 301) for sample in made.frame(frame(0, step))]

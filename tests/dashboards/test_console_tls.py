@@ -158,8 +158,8 @@ def test_what_cannot_be_served_is_refused_before_anything_listens(certificates: 
     assert "--tls-key: a certificate" in refusal(certificates, tls_cert="server.crt")[0]
     assert "--tls-cert: a certificate" in refusal(certificates, tls_key="server.key")[0]
     assert len(refusal(certificates, tls_cert="no.crt", tls_key="no.key")) == 2
-    assert "no certificate and its key" in refusal(certificates, tls_cert="server.crt", tls_key="agent.key")[0]
-    assert "no certificate and its key" in refusal(certificates, tls_cert="server.csr", tls_key="server.key")[0]
+    assert "no certificate with the key" in refusal(certificates, tls_cert="server.crt", tls_key="agent.key")[0]
+    assert "no certificate with the key" in refusal(certificates, tls_cert="server.csr", tls_key="server.key")[0]
     assert "password" in refusal(certificates, tls_cert="server.crt", tls_key="protected.key")[0]
 
 

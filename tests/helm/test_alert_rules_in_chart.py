@@ -9,11 +9,9 @@ from typing import Any
 import helm_python
 import pytest
 import yaml
+from rendered_chart import chart
 
 from fp8watch_dashboards import rules
-
-CHART = Path(__file__).resolve().parents[2] / "helm" / "fp8watch"
-chart = helm_python.Chart.load(str(CHART))
 
 
 def rule_object(**values: Any) -> dict[str, Any] | None:

@@ -10,52 +10,15 @@ import kubernetes_validate
 import pytest
 import typer.main
 import yaml
+from rendered_chart import CASES, CHART, chart, notes, one, pods, render
 
 from fp8watch.commands.controller import app as controller_app
-from fp8watch.settings import Settings
 from fp8watch_agent.cli import app as agent_app
 from fp8watch_dashboards import grafana
 from fp8watch_dashboards.cli import app as console_app
 
-CHART = Path(__file__).resolve().parents[2] / "helm" / "fp8watch"
-CASES = {
-    "defaults": {},
-    **{
-        path.name.removesuffix("-values.yaml"): yaml.safe_load(path.read_text())
-        for path in sorted((CHART / "ci").glob("*-values.yaml"))
-    },
-}
 KUBERNETES = "1.34"
 MONITORS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
-chart = helm_python.Chart.load(str(CHART))
-
-
-def render(values: dict, *, name: str = "r", namespace: str = "ns") -> list[dict]:
-    texts = chart.render(values, name=name, namespace=namespace)
-    return [
-        document
-        for path, text in texts.items()
-        if not path.endswith("NOTES.txt")
-        for document in yaml.safe_load_all(text)
-        if document
-    ]
-
-
-def notes(values: dict) -> str:
-    return chart.render(values, name="r", namespace="ns")["fp8watch/templates/NOTES.txt"]
-
-
-def one(documents: list[dict], kind: str, suffix: str = "") -> dict:
-    (found,) = [d for d in documents if d["kind"] == kind and d["metadata"]["name"].endswith(suffix)]
-    return found
-
-
-def pods(documents: list[dict]) -> dict[str, dict]:
-    return {
-        d["metadata"]["name"]: d["spec"]["template"]
-        for d in documents
-        if d["kind"] in ("DaemonSet", "Deployment", "StatefulSet")
-    }
 
 
 @pytest.mark.parametrize("kube_version", ["v1.25.0", "v1.30.0", "v1.34.0"])
@@ -287,58 +250,6 @@ def test_containers_run_commands_that_exist_with_options_that_exist(suffix, app)
     known = {option for parameter in group.params for option in parameter.opts}
     assert {argument for argument in arguments if argument.startswith("--")} <= known
     assert context.params["directory"] == Path("/var/lib/fp8watch")
-
-
-@pytest.mark.parametrize("has_tls", [True, False])
-def test_the_console_speaks_tls_with_the_secrets_files_or_is_told_to_do_without(has_tls):
-    values = {"enabled": True, "nodeSelector": {"a": "b"}}
-    values |= {"tls": {"existingSecret": "console-tls"}} if has_tls else {"allowPlain": True}
-    spec = pods(render({"console": values}))["r-fp8watch-console"]["spec"]
-    (container,) = spec["containers"]
-    arguments = container["args"]
-    schemes = {container[probe]["httpGet"].get("scheme") for probe in ("livenessProbe", "readinessProbe")}
-    secrets = {v["name"]: v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v}
-    assert ("--allow-plain" in arguments) is not has_tls
-    if has_tls:
-        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        for option, name in (("--tls-cert", "tls.crt"), ("--tls-key", "tls.key")):
-            file = Path(arguments[arguments.index(option) + 1])
-            assert file.name == name
-            assert secrets[mounts[str(file.parent)]] == "console-tls"
-    else:
-        assert "--tls-cert" not in arguments
-        assert secrets == {}
-    assert schemes == {"HTTPS"} if has_tls else schemes == {None}
-    assert ("https with the certificate" in notes({"console": values})) is has_tls
-
-
-@pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
-def test_metrics_over_tls_are_served_with_the_secrets_files_and_scraped_so(monitor):
-    scope = {"metrics": {"scope": "pod"}}
-    values = {"agent": scope, "controller": scope, monitor: {"enabled": True}}
-    plain = render(values)
-    documents = render({**values, "metricsTls": {"existingSecret": "s", "serverName": "watch.example.com"}})
-    for suffix in ("agent", "controller"):
-        spec = pods(documents)[f"r-fp8watch-{suffix}"]["spec"]
-        (container,) = spec["containers"]
-        given = {variable["name"]: variable.get("value") for variable in container["env"]}
-        folders = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        secrets = {v["name"]: v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v}
-        for field, name in (("metrics_tls_cert", "tls.crt"), ("metrics_tls_key", "tls.key")):
-            assert field in Settings.model_fields
-            file = Path(given[f"FP8WATCH_{field.upper()}"])
-            assert (file.name, secrets[folders[str(file.parent)]]) == (name, "s")
-        kind = monitor[0].upper() + monitor[1:]
-        key = "endpoints" if monitor == "serviceMonitor" else "podMetricsEndpoints"
-        (endpoint,) = one(documents, kind, f"-{suffix}")["spec"][key]
-        assert endpoint["scheme"] == "https"
-        assert endpoint["tlsConfig"] == {
-            "serverName": "watch.example.com",
-            "ca": {"secret": {"name": "s", "key": "ca.crt"}},
-        }
-        (endpoint,) = one(plain, kind, f"-{suffix}")["spec"][key]
-        assert "scheme" not in endpoint
-        assert "metrics-tls" not in str(pods(plain))
 
 
 def test_socket_folder_is_the_nodes_and_the_notes_say_how_to_mount_it():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
+import os
 import sqlite3
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -135,6 +138,41 @@ def test_a_bundle_says_when_it_cannot_reproduce(home: Path, tmp_path: Path) -> N
     manifest = json.loads(result.stdout)
     assert ("does not find exactly the same" in result.stderr) is (not manifest["reproduces"])
     assert findings(tmp_path / "b.zip"), "it can still be replayed"
+
+
+def test_an_export_that_is_stopped_leaves_the_bundle_that_was_there(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, link = tmp_path / "kept.zip", tmp_path / "link.zip"
+    kept.write_bytes(b"an older bundle")
+    link.symlink_to(kept)
+    name = next(name for name, item in incidents(home).items() if item["detector"] == "grad_spike")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile.ZipFile, "write", full)  # the frames, which come last
+        result = call(home, "incident", "export", name, "-o", str(link))
+    assert result.exit_code == 3
+    assert "link.zip cannot be written: No space left on device" in result.stderr
+    assert kept.read_bytes() == b"an older bundle"
+    assert sorted(tmp_path.iterdir()) == [kept, link]
+    assert call(home, "incident", "export", name, "-o", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert findings(kept)
+
+
+def test_a_pipe_is_written_and_not_replaced(home: Path, tmp_path: Path) -> None:
+    pipe, name = tmp_path / "pipe", next(iter(incidents(home)))
+    os.mkfifo(pipe)
+    copy = tmp_path / "copy.zip"
+    reader = threading.Thread(target=lambda: copy.write_bytes(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert call(home, "incident", "export", name, "-o", str(pipe)).exit_code == 0
+    reader.join(timeout=20)
+    assert pipe.is_fifo()
+    assert zipfile.is_zipfile(copy)
 
 
 @pytest.mark.parametrize("damage", ["nothing", "cut", "changed", "newer", "foreign"])

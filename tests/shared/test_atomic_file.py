@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp8watch.atomic_file import replace_file, sync_directory
+from fp8watch.atomic_file import replace_file, replacing, sync_directory
 from fp8watch.controller import markers
 from fp8watch.transport import endpoint
 from fp8watch_agent import incarnation
@@ -55,6 +55,25 @@ def test_whatever_stops_it_leaves_the_old_contents_and_nothing_beside(
     assert list(tmp_path.iterdir()) == [path]
     replace_file(path, b"new", durable=True)
     assert path.read_text() == "new"
+
+
+def test_a_writer_that_fails_halfway_leaves_the_old_contents_and_nothing_beside(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+
+    def write(parts: int) -> None:
+        with replacing(path, durable=False) as file:
+            for number in range(parts):
+                file.write(b"%d" % number)
+                assert path.read_bytes() == b"old"
+            if parts < 2:
+                raise ValueError("the third part cannot be made")
+
+    with pytest.raises(ValueError, match="third part"):
+        write(1)
+    assert [(item, item.read_bytes()) for item in tmp_path.iterdir()] == [(path, b"old")]
+    write(3)
+    assert [(item, item.read_bytes()) for item in tmp_path.iterdir()] == [(path, b"012")]
 
 
 def test_durable_is_the_data_then_the_name_then_the_folder(tmp_path: Path, calls: list[tuple[str, str]]) -> None:

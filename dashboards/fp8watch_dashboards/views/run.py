@@ -42,7 +42,7 @@ def _view(store: Path, run: str) -> queries.RunView | None:
 
 
 def _root() -> Path:
-    return Path(os.environ.get("FP8WATCH_DIR", ".fp8watch"))
+    return Path(os.environ.get("FP8WATCH_DIR") or ".fp8watch")
 
 
 def page() -> None:

@@ -46,7 +46,7 @@ class ClusterPilot(RunPilot):
 
     def known_records(self) -> list[Stored]:
         """Checkpoints, open findings and actions."""
-        return [*self._ledger.records(), *self._evidence.values(), *self._log._actions.values()]
+        return [*self._ledger.records(), *self._evidence.values(), *self._log.records()]
 
     def begin_term(self, term: int) -> None:
         """Another controller takes over: number under a term that no rank has seen. What is on its way stays so."""
@@ -60,10 +60,7 @@ class ClusterPilot(RunPilot):
 
     def forget_open_steps(self) -> None:
         """The frames of steps that are not complete will be handed in again."""
-        merger = self._merger
-        for step in list(merger._waiting):
-            for rank in merger._waiting.pop(step):
-                merger._newest[rank] = min(merger._newest.get(rank, merger._closed), merger._closed)
+        self._merger.hand_back()
 
 
 class ClusterController(RunController):

@@ -66,27 +66,67 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* /metrics over TLS: where agent and controller find the certificate, and how a monitor trusts it. */}}
-{{- define "fp8watch.metricsTlsEnv" -}}
+{{/* Who may read /metrics: where agent and controller find certificates and password. Nothing where nothing is asked. */}}
+{{- define "fp8watch.metricsEnv" -}}
+{{- if .Values.metricsTls.existingSecret }}
 - name: FP8WATCH_METRICS_TLS_CERT
   value: /etc/fp8watch/metrics-tls/tls.crt
 - name: FP8WATCH_METRICS_TLS_KEY
   value: /etc/fp8watch/metrics-tls/tls.key
+{{- end }}
+{{- if .Values.metricsTls.clientCaSecret }}
+- name: FP8WATCH_METRICS_CLIENT_CA
+  value: /etc/fp8watch/metrics-client-ca/ca.crt
+{{- end }}
+{{- if .Values.metricsPassword.existingSecret }}
+- name: FP8WATCH_METRICS_PASSWORD_FILE
+  value: /etc/fp8watch/metrics-password/credentials
+{{- end }}
 {{- end -}}
 
-{{- define "fp8watch.metricsTlsMount" -}}
+{{- define "fp8watch.metricsMounts" -}}
+{{- if .Values.metricsTls.existingSecret }}
 - name: metrics-tls
   mountPath: /etc/fp8watch/metrics-tls
   readOnly: true
+{{- end }}
+{{- if .Values.metricsTls.clientCaSecret }}
+- name: metrics-client-ca
+  mountPath: /etc/fp8watch/metrics-client-ca
+  readOnly: true
+{{- end }}
+{{- if .Values.metricsPassword.existingSecret }}
+- name: metrics-password
+  mountPath: /etc/fp8watch/metrics-password
+  readOnly: true
+{{- end }}
 {{- end -}}
 
-{{- define "fp8watch.metricsTlsVolume" -}}
+{{/* Only the keys that are read: the authority's secret may hold its private key. */}}
+{{- define "fp8watch.metricsVolumes" -}}
+{{- if .Values.metricsTls.existingSecret }}
 - name: metrics-tls
   secret:
     secretName: {{ .Values.metricsTls.existingSecret }}
+    items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]
+{{- end }}
+{{- if .Values.metricsTls.clientCaSecret }}
+- name: metrics-client-ca
+  secret:
+    secretName: {{ .Values.metricsTls.clientCaSecret }}
+    items: [{key: ca.crt, path: ca.crt}]
+{{- end }}
+{{- if .Values.metricsPassword.existingSecret }}
+- name: metrics-password
+  secret:
+    secretName: {{ .Values.metricsPassword.existingSecret }}
+    items: [{key: credentials, path: credentials}]
+{{- end }}
 {{- end -}}
 
-{{- define "fp8watch.metricsTlsEndpoint" -}}
+{{/* What a monitor brings, and how it trusts what it reaches. */}}
+{{- define "fp8watch.metricsEndpoint" -}}
+{{- if .Values.metricsTls.existingSecret }}
 scheme: https
 tlsConfig:
   serverName: {{ .Values.metricsTls.serverName }}
@@ -94,6 +134,25 @@ tlsConfig:
     secret:
       name: {{ .Values.metricsTls.existingSecret }}
       key: ca.crt
+  {{- with .Values.metricsTls.scraperSecret }}
+  cert:
+    secret:
+      name: {{ . }}
+      key: tls.crt
+  keySecret:
+    name: {{ . }}
+    key: tls.key
+  {{- end }}
+{{- end }}
+{{- with .Values.metricsPassword.existingSecret }}
+basicAuth:
+  username:
+    name: {{ . }}
+    key: username
+  password:
+    name: {{ . }}
+    key: password
+{{- end }}
 {{- end -}}
 
 {{/* Arguments: root, component (its values). */}}
@@ -127,6 +186,15 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- if and .Values.metricsTls.existingSecret (not .Values.metricsTls.serverName) (or .Values.serviceMonitor.enabled .Values.podMonitor.enabled) -}}
 {{- fail "metricsTls.serverName: monitors reach pods by their address; say which name in the certificate they check" -}}
+{{- end -}}
+{{- if and .Values.metricsTls.clientCaSecret (not .Values.metricsTls.existingSecret) -}}
+{{- fail "metricsTls.clientCaSecret: certificates of scrapers are checked over TLS only; it needs metricsTls.existingSecret" -}}
+{{- end -}}
+{{- if and .Values.metricsTls.scraperSecret (not .Values.metricsTls.clientCaSecret) -}}
+{{- fail "metricsTls.scraperSecret: nobody asks monitors for a certificate without metricsTls.clientCaSecret" -}}
+{{- end -}}
+{{- if and .Values.metricsTls.clientCaSecret (not .Values.metricsTls.scraperSecret) (or .Values.serviceMonitor.enabled .Values.podMonitor.enabled) -}}
+{{- fail "metricsTls.scraperSecret: monitors have to show a certificate of metricsTls.clientCaSecret; say which" -}}
 {{- end -}}
 {{- if .Values.console.enabled -}}
 {{- if not .Values.console.nodeSelector -}}
