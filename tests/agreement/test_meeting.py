@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -136,3 +137,43 @@ def test_two_levels_reduce_over_all_ranks_and_fall_together(store):
 def test_what_gloo_says_is_cut_to_what_a_person_needs():
     text = "[/__w/x/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by a remote worker"
     assert shorten(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.fixture
+def kept_store(monkeypatch) -> dist.Store:
+    """That of a torchrun which gives it to the ranks of all its starts; each of them counts its attaches anew."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    monkeypatch.setattr(joining, "_store", lambda meeting: dist.PrefixStore(meeting, store))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    return store
+
+
+def words_of_a_start(monkeypatch: pytest.MonkeyPatch, number: int) -> list[list[str]]:
+    """What two ranks hear of each other in a start, of which the second comes later."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+    monkeypatch.setattr(joining, "_meetings", iter([0, 0]))
+    joined = [join(identity(rank), Settings(), attempt=0, acts=False, policy="p") for rank in range(2)]
+
+    def exchange(rank: int) -> list[str]:
+        time.sleep(0.2 * rank)
+        peers = joined[rank].peers
+        assert peers is not None
+        return peers.exchange(f"{number}.{rank}", 10.0)
+
+    return in_threads(2, exchange)
+
+
+def test_ranks_that_torchrun_has_restarted_hear_nothing_of_those_before_them(kept_store, monkeypatch, caplog):
+    for number in range(3):
+        assert words_of_a_start(monkeypatch, number) == [[f"{number}.0", f"{number}.1"]] * 2
+    assert "an earlier start" not in caplog.text
+
+
+def test_where_starts_cannot_be_told_apart_it_is_said(kept_store, monkeypatch, caplog):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    words_of_a_start(monkeypatch, 0)
+    assert "an earlier start" not in caplog.text
+    words_of_a_start(monkeypatch, 1)
+    assert caplog.text.count("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 2

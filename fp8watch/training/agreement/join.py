@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,10 @@ TWO_LEVELS_ABOVE = 64
 _c10d: Any = dist
 """What torch gives no types for."""
 
+STALE = (
+    "the job's store holds what an earlier start of it has written, so that ranks may take the words of ranks that are "
+    "gone for those of each other: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun restarts them"
+)
 _meetings = itertools.count()
 """Attaches of this process: all ranks attach equally often, or do not find each other."""
 
@@ -87,7 +92,7 @@ def join(
     """
     if identity.world_size == 1:
         return Joined(agreement=SingleProcess(), attempt=attempt)
-    meeting = f"fp8watch/{next(_meetings)}"
+    meeting = f"fp8watch/{next(_meetings)}{_restart()}"
     note = Note(
         rank=identity.rank, host=identity.host, run=identity.run, attempt=attempt, acts=acts,
         policy=policy_digest(policy, groups.stages), modules=policy_digest(*modules),
@@ -95,6 +100,8 @@ def join(
     peers: Peers | None = None
     try:
         store = _store(meeting)
+        if _is_known(store, f"note/{identity.rank}"):
+            logger.warning("fp8watch: %s", STALE)
         peers = Peers(store, identity.rank, identity.world_size)
         if acts:  # before the note, so that whoever has read the note finds it
             store.set(f"modules/{note.modules}", msgspec.json.encode(list(modules)).decode())
@@ -168,6 +175,23 @@ def _elsewhere(store: Any, notes: Sequence[Note], modules: Sequence[str]) -> tup
 
 class _NotTogether(Exception):
     pass
+
+
+def _is_known(store: Any, key: str) -> bool:
+    """Whether somebody has set it; of a store that cannot be asked nobody knows."""
+    try:
+        return bool(store.check([key]))
+    except Exception as error:
+        logger.debug("the store cannot be asked for %s", key, exc_info=error)
+        return False
+
+
+def _restart() -> str:
+    """torchrun's restarted ranks are given the store of those before them, with all that they wrote: a part of its own
+    for each restart. On several nodes each torchrun has a count of its own, which is no name to meet under."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return f"/restart-{count}" if is_one_node and count.isdecimal() and int(count) > 0 else ""
 
 
 def _store(meeting: str) -> Any:
