@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 import torch
 from capture_training import Training
+
+from fp8watch.capture import patches
 
 SETTLE = 15
 """Watched steps before the first block, in which layout and kernels settle."""
@@ -50,7 +51,7 @@ def alternate(
                 if kind == "watched":
                     times[kind].append(block(watched, watch, lead, steps))
                 else:
-                    with unheard(watch):
+                    with patches.left_out():
                         times[kind].append(block(bare, None, lead, steps))
         gc.enable()
         gc.unfreeze()
@@ -69,24 +70,3 @@ def block(training: Training, watch: Any | None, lead: int, steps: int) -> float
         training.step(watch)
     torch.cuda.synchronize()
     return (time.perf_counter() - started) / steps * 1e3
-
-
-@contextmanager
-def unheard(watch: Any) -> Iterator[None]:
-    """In here nothing of the process's taps on Transformer Engine hears of a step: a bare training has none."""
-    from fp8watch.capture.te import tap as te_tap
-
-    taps = list(te_tap._taps.values())
-    kept = [tap._subscribers for tap in taps]
-    casts = watch._recorder._source._statistics._tap
-    is_listening = casts._is_listening
-    for tap in taps:
-        tap._subscribers = ()
-    casts.leave()
-    try:
-        yield
-    finally:
-        for tap, subscribers in zip(taps, kept, strict=True):
-            tap._subscribers = subscribers
-        if is_listening:  # the watched training's next step is sampled
-            casts.listen()

@@ -192,8 +192,8 @@ def measure_casts() -> float:
             for quantizer in quantizers:
                 extension.quantize(source, quantizer)
             spent.append((time.thread_time_ns() - started) / 1e3 / len(quantizers))
-            assert counting._rows is not None
-            assert [row.elements for row in counting._rows] == [64] * CASTS  # every one was counted
+            assert counting.rows is not None
+            assert [row.elements for row in counting.rows] == [64] * CASTS  # every one was counted
             counting.add_to(None, list)
             for meter in counting.meters.values():
                 meter.close_step()

@@ -60,7 +60,7 @@ def device_values(
     return values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrameParts:
     """A step whose numbers have arrived; see `fp8watch.transport.pending.Parts`."""
 

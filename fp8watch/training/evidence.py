@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -29,7 +29,7 @@ import numpy as np
 
 from fp8watch import columns
 from fp8watch.formats import FORMATS
-from fp8watch.records import Command, Layout, StepFrame
+from fp8watch.records import Command, Layout
 from fp8watch.transport.pending import PendingFrame
 
 DRASTIC = frozenset({"rollback", "bf16_all", "halt"})
@@ -69,8 +69,7 @@ class Evidence:
         self._recent.append((frame, layout))
         if len(self._recent) > KEEP_COLUMNS:
             old, _ = self._recent.popleft()
-            with suppress(Exception):  # one that cannot be read; the transport counts it
-                self._older.append(_Point(old.step, old.scalars()))
+            self._older.extend(_points([old]))
 
     def objection(self, command: Command) -> str | None:
         """Why this rank does not agree to it; None: it has seen something itself, or cannot judge."""
@@ -100,7 +99,7 @@ class Evidence:
         return any(self._tensor_speaks(name, onset) for name in tensors)
 
     def _split(self, onset: int | None) -> tuple[list[_Point], list[_Point]]:
-        points = [*self._older, *(_Point(frame.step, frame.scalars()) for frame, _ in self._recent)]
+        points = [*self._older, *_points(frame for frame, _ in self._recent)]
         if onset is None:
             since = points[-RECENT_STEPS:]
             before = points[: len(points) - len(since)]
@@ -111,7 +110,7 @@ class Evidence:
         return before[-BASELINE_STEPS:], since
 
     def _tensor_speaks(self, name: str, onset: int | None) -> bool:
-        history = [read for frame, layout in self._recent if (read := _read(frame.frame(), layout, name)) is not None]
+        history = [read for frame, layout in self._recent if (read := _read(frame, layout, name)) is not None]
         since = [one for one in history if onset is None or one.step >= onset]
         before = [one.amax for one in history if onset is not None and one.step < onset]
         window = max((one.amax for one in history if math.isfinite(one.amax)), default=0.0)
@@ -135,9 +134,22 @@ class _Tensor:
     share: float
 
 
-def _read(frame: StepFrame, layout: Layout, name: str) -> _Tensor | None:
+def _points(frames: Iterable[PendingFrame]) -> Iterator[_Point]:
+    """But for those that cannot be read, which the transport counts: they must not take the word from the others."""
+    for frame in frames:
+        with suppress(Exception):
+            yield _Point(frame.step, frame.scalars())
+
+
+def _read(pending: PendingFrame, layout: Layout, name: str) -> _Tensor | None:
     place = next((index for index, column in enumerate(layout.columns) if column.name == name), None)
-    if place is None or layout.layout_id != frame.layout_id:
+    if place is None:
+        return None
+    try:
+        frame = pending.frame()
+    except Exception:  # as above
+        return None
+    if layout.layout_id != frame.layout_id:
         return None
     column = layout.columns[place]
     values: dict[str, float] = {}

@@ -37,7 +37,8 @@ _held: dict[Path, _Held] = {}
 
 def claim(folder: Path, rank: int) -> tuple[str, Callable[[], None]]:
     """(who else has this rank of this run, empty if nobody is known; what to call at the end). Raises nothing."""
-    path = (folder / f"attached-{rank}.lock").absolute()
+    # Without links: the same file under another name would lose the lock of the first when it is closed.
+    path = Path(os.path.realpath(folder)) / f"attached-{rank}.lock"
     ours = _held.get(path)
     if ours is not None and ours.pid == os.getpid():
         ours.times += 1
@@ -45,7 +46,8 @@ def claim(folder: Path, rank: int) -> tuple[str, Callable[[], None]]:
     try:
         if is_on_network(folder):
             return "", _nothing
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Not what a link in a folder that others can write leads to: it is written over.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError:
         return "", _nothing
     try:
@@ -79,7 +81,13 @@ def _name_of(descriptor: int) -> str:
 
 
 def _releasing(path: Path, held: _Held) -> Callable[[], None]:
+    is_over = False
+
     def release() -> None:
+        nonlocal is_over
+        if is_over:
+            return
+        is_over = True
         held.times -= 1
         if held.times == 0 and held.pid == os.getpid():
             _held.pop(path, None)

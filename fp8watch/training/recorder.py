@@ -25,6 +25,7 @@ from fp8watch.capture.scalars import NotAScalar, StepScalars, as_flag, as_scalar
 from fp8watch.capture.source import Reading, Source
 from fp8watch.capture.update_size import UpdateSize, UpdateSums
 from fp8watch.records import Layout, TensorColumn
+from fp8watch.training.foreign import attribute
 from fp8watch.training.guard import Guard
 from fp8watch.transport.pending import PendingFrame
 
@@ -141,7 +142,7 @@ class Recorder:
     def leave_update(self) -> None:
         """See `StepObserver`: the user's own LR objects come back, and the optimizer is left as it was."""
         self._guard.call("learning_rate end", self._lr.leave)
-        if getattr(self._optimizer, "found_inf", None) is not None:
+        if attribute(self._optimizer, "found_inf") is not None:
             self._guard.call("update_skipped", self._take_skipped)
         if not self._skip.is_at_rest:
             self._guard.call("skip_update end", self._skip.after_step)
@@ -161,7 +162,7 @@ class Recorder:
 
     def note_clip(self) -> None:
         """The loop is about to clip: are its gradients unscaled?"""
-        if self._scaler is None and getattr(self._optimizer, "grad_scale", None) is None:
+        if self._scaler is None and attribute(self._optimizer, "grad_scale") is None:
             self._norm_is_scaled = False  # as nearly always
             return
         self._norm_is_scaled = bool(
@@ -356,7 +357,7 @@ class Recorder:
     def poll(self, *, wait: bool = False) -> list[PendingFrame]:
         """Frames of the steps whose numbers have arrived; `wait` only where training stands still anyway."""
         return [
-            PendingFrame(frames.FrameParts(self._run, self._rank, note, values))
+            PendingFrame(frames.FrameParts(run=self._run, rank=self._rank, note=note, values=values))
             for note, values in self._ring.poll(wait=wait)
         ]
 

@@ -36,7 +36,7 @@ class PendingFrame:
         self._frame: StepFrame | None = None
 
     def frame(self) -> StepFrame:
-        """The frame, the same object each time. Raises what its making raises."""
+        """The frame, made at the first call (of two threads at once, by both). Raises what its making raises."""
         parts, found = self._parts, self._frame  # in this order: the frame is there before its parts are let go
         if found is None:
             assert parts is not None

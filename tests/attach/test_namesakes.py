@@ -162,3 +162,33 @@ def test_a_folder_that_cannot_be_written_or_locked_is_no_reason_not_to_train(
     monkeypatch.setattr(namesake, "is_on_network", lambda _: True)
     monkeypatch.setattr("fcntl.lockf", lambda *_: pytest.fail("it may have to be waited for"))
     assert namesake.claim(tmp_path, 0)[0] == ""
+
+
+def test_a_folder_under_another_name_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    _, release = namesake.claim(tmp_path / "run", 0)
+    who, release_second = namesake.claim(tmp_path / "link", 0)
+    assert who == namesake.OURS
+    release_second()
+    release_second()
+    assert another_sees(tmp_path / "run") == f"process {os.getpid()} on"
+    release()
+    assert another_sees(tmp_path / "run") == ""
+
+
+def test_what_a_link_in_the_place_of_the_file_leads_to_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("data")
+    (tmp_path / "attached-0.lock").symlink_to(tmp_path / "precious")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert namesake.claim(tmp_path, 0)[0] == ""
+    assert namesake.claim(tmp_path / "loop", 0)[0] == ""
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+def another_sees(folder: Path) -> str:
+    """Who has it in the eyes of another process, without its host."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDER, str(folder), "0"], input="\n", capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip().rpartition(" ")[0]

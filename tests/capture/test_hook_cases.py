@@ -19,11 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8watch.capture.emulated import EmulatedSource
 from fp8watch.capture.gradients import total_norm
-from fp8watch.capture.optimizer_states import OptimizerStates
 from fp8watch.capture.scalars import NotAScalar, as_scalar
 from fp8watch.capture.statistics import count
 from fp8watch.capture.statistics.what_if import what_if_many
-from fp8watch.capture.te.tensors import read_scales, scale_range
 from fp8watch.emulation import DelayedScaling, convert
 from fp8watch.emulation.region import autocast
 from fp8watch.emulation.taps import all_taps, all_value_taps
@@ -321,57 +319,6 @@ def test_a_module_in_two_places_is_one_and_its_calls_are_merged():  # case: HOK-
     assert found["first:input"]["quantized"] == 3 * 8 * 16
     assert found["second:input"]["quantized"] == 8 * 16
     assert found["first:input"]["what_if_current_underflowed"] <= found["first:input"]["quantized"]
-
-
-class Sealed(torch.Tensor):
-    """A quantized tensor of a library that nobody knows: most operations are not implemented."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0]
-        raise NotImplementedError(f"{func} is not implemented")
-
-    @staticmethod
-    def __new__(cls) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, (4, 4), dtype=torch.float32)
-
-
-def test_unknown_quantized_tensors_are_left_alone():  # case: HOK-22
-    sealed = Sealed()
-    assert read_scales(sealed) is None
-    assert scale_range(sealed) is None
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    optimizer.state[parameter] = {"exp_avg": sealed}
-    states = OptimizerStates(optimizer)
-    assert states.read() == {}
-    assert states.not_observable == "quantized moments of another layout: Sealed of torch.float32"
-    from fp8watch.capture import shadow_gemm
-
-    layer = nn.Linear(4, 4)
-    del layer.weight
-    layer.weight = sealed
-    assert shadow_gemm.why_not(layer) == "its weight is a Sealed"
-
-
-@pytest.mark.skipif(blocks is None, reason="torchao is not installed")
-def test_a_cast_of_an_unknown_tensor_reaches_no_training_step(caplog):  # case: HOK-22
-    from fp8watch.capture.torchao.float8 import TorchaoSource
-    from fp8watch.capture.torchao.taps import taps
-
-    model = blocks(num=1)
-    source = TorchaoSource(model)
-    try:
-        source.begin(with_statistics=True)
-        owner = id(model[0].up.linear_mm_config)
-        taps._tell(Sealed(), torch.tensor(1.0), torch.float8_e4m3fn, model[0].up.linear_mm_config, "input")
-        assert taps.num_failures >= 1
-        train_float8(model, 0)  # training goes on, unseen and said
-        assert "failed and is switched off" in caplog.text
-        assert owner in source._position
-    finally:
-        source.detach()
 
 
 def test_frozen_parameters_are_expected_to_have_no_gradient():  # case: HOK-24

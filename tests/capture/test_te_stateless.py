@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8watch.capture.te.gemm_tap import GemmTap
-from fp8watch.capture.te.source import TeSource
+from fp8watch.capture.te.source import THEN_WITHIN, TeSource
 from fp8watch.capture.te.stateless import TeStatelessSource
 
 
@@ -220,6 +220,25 @@ def test_te_source_listens_once_a_recipe_without_state_is_in_use(tap):
         assert source.columns() is source.columns()
         assert reading.valid["amax"].all()
         assert source.not_observable() == []
+    finally:
+        source.detach()
+
+
+def test_a_recipe_that_changes_late_in_one_of_many_modules_is_noticed(tap):
+    model = torch.nn.ModuleList(torch.nn.Identity() for _ in range(200))
+    for module in model:
+        state = SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(4, 3))
+        module.fp8, module.fp8_meta = True, {"scaling_fwd": state}
+    untouched = linear.general_gemm
+    source = TeSource(model, extension=EXTENSION, tap=tap)
+    try:
+        for _ in range(20):
+            source.begin(with_statistics=False)
+        assert linear.general_gemm is untouched
+        model[3].fp8_meta["scaling_fwd"] = SimpleNamespace()  # current scaling keeps no scale
+        for _ in range(2 * THEN_WITHIN):
+            source.begin(with_statistics=False)
+        assert linear.general_gemm is not untouched
     finally:
         source.detach()
 

@@ -76,6 +76,7 @@ class Linear(torch.nn.Module):
 
 @pytest.fixture
 def parts():
+    torch.manual_seed(0)
     model, extension = torch.nn.ModuleDict({"a": Linear(4.0), "b": Linear(0.01)}), Extension()
     statistics = TeStatistics(model, extension=extension)
     yield model, extension, statistics
@@ -207,3 +208,21 @@ def test_block_scales_are_not_counted(parts):
     made = Float8TensorStorage(torch.zeros(4, dtype=torch.uint8), torch.ones(2))
     statistics._on_cast(torch.ones(4), model["a"].quantizers["scaling_fwd"][0], made)
     assert counts(statistics) == {}
+
+
+def test_casts_on_another_device_are_left_alone_and_it_is_said(parts, caplog):
+    model, extension, statistics = parts
+    statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2, 8), model["a"].quantizers["scaling_fwd"][0])
+    there = Float8Quantizer(torch.ones((), device="meta"), "kFloat8E4M3")
+    model["b"].quantizers["scaling_fwd"][0] = there
+    model["b"].fp8_meta["scaling_fwd"].scale = torch.ones(3, device="meta")
+    statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2, 8), model["a"].quantizers["scaling_fwd"][0])
+    for _ in range(2):
+        extension.quantize(torch.ones(2, 8, device="meta"), there)
+    assert list(counts(statistics)) == ["a:input"]
+    assert caplog.text.count("casts on meta are not counted: those on cpu are") == 1
+    statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2, 8), model["a"].quantizers["scaling_fwd"][0])
+    assert list(counts(statistics)) == ["a:input"], "the tap goes on"

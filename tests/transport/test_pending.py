@@ -47,7 +47,7 @@ def test_the_frame_is_made_once_and_its_scalars_need_no_frame() -> None:
 
 def test_parts_of_a_step_give_the_scalars_of_its_frame() -> None:
     note = StepNote(step=7, attempt=0, layout=LAYOUT, time_unix=1.0, scalars={"loss": 0.5, "learning_rate": 1e-3})
-    parts = FrameParts("r", 0, note, Arrived(b"", {}))
+    parts = FrameParts(run="r", rank=0, note=note, values=Arrived(b"", {}))
     assert parts.step == 7
     assert parts.scalars() == parts.frame().scalars == {"loss": 0.5, "learning_rate": 1e-3}
 

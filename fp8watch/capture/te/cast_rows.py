@@ -12,6 +12,7 @@ Key = tuple[str, str]
 NUM_COUNTS, NUM_SUMS = 4, 2
 """Saturated, non-zero before, non-zero after, non-finite; squared error, squared values."""
 FIRST_ROOM = 64
+"""Rows: as many as ten or so layers have; doubled when they are not enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +24,9 @@ class CastRow:
     is_of_forward: bool
     """Cast in the forward pass: an input, a weight or an output."""
     counts: torch.Tensor
-    """[programs, 4]."""
+    """int32, or int64 where there is one program; [programs, NUM_COUNTS]."""
     sums: torch.Tensor
-    """float32 [programs, 2]."""
+    """float32 [programs, NUM_SUMS]."""
     counts_at: int
     sums_at: int
     """Their addresses: a cast does not pay for asking."""
@@ -38,12 +39,12 @@ class CastRows:
     """`programs`: partial sums a row, added up when the step is over."""
 
     def __init__(self, device: torch.device, programs: int) -> None:
-        self._device, self._programs = device, programs
+        self.device, self._programs = device, programs
         self._rows: dict[Key, CastRow] = {}
         # A program's share of a step's elements fits into 32 bits, all of them may not.
         self._dtype = torch.int64 if programs == 1 else torch.int32
         self.counts = torch.zeros(0, programs, NUM_COUNTS, dtype=self._dtype, device=device)
-        """[rows, programs, 4], in the order of the rows."""
+        """[rows, programs, NUM_COUNTS], in the order of the rows."""
         self.sums = torch.zeros(0, programs, NUM_SUMS, device=device)
 
     def __iter__(self) -> Iterator[CastRow]:
@@ -77,8 +78,8 @@ class CastRows:
 
     def _grow(self) -> None:
         room = max(FIRST_ROOM, 2 * len(self._rows))
-        counts = torch.zeros(room, self._programs, NUM_COUNTS, dtype=self._dtype, device=self._device)
-        sums = torch.zeros(room, self._programs, NUM_SUMS, device=self._device)
+        counts = torch.zeros(room, self._programs, NUM_COUNTS, dtype=self._dtype, device=self.device)
+        sums = torch.zeros(room, self._programs, NUM_SUMS, device=self.device)
         counts[: len(self.counts)], sums[: len(self.sums)] = self.counts, self.sums
         self.counts, self.sums = counts, sums
         for row in self._rows.values():

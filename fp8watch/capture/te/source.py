@@ -26,9 +26,9 @@ from fp8watch.records import TensorColumn
 
 logger = logging.getLogger(__name__)
 
-EVERY_STEP_UNTIL = 4
-"""Steps in which all modules are asked for their recipe; after them one a step is, in turn: it may be changed in a live
-run, but seldom is, and asking a whole model takes as long as everything else that is done in a step."""
+EVERY_STEP_UNTIL, THEN_WITHIN = 4, 64
+"""Steps in which all modules are asked for their recipe, and within which all have been asked after them, some a step:
+it may be changed in a live run, but seldom is, and asking a whole model takes as long as everything else in a step."""
 
 
 class TeSource:
@@ -49,6 +49,8 @@ class TeSource:
             logger.warning("fp8watch: casts of this Transformer Engine cannot be counted: %s", error)
         self._num_begins = 0
         self._to_ask: list[torch.nn.Module] = []
+        self._share = 1
+        """Modules asked a step."""
         self._parts: tuple[Sequence[TensorColumn], Sequence[TensorColumn]] = ((), ())
         self._columns: Sequence[TensorColumn] = ()
 
@@ -126,7 +128,9 @@ class TeSource:
             return any(_is_stateless(module) for module in self._model.modules())
         if not self._to_ask:
             self._to_ask = [module for module in self._model.modules() if is_stateful(module)]
-        return bool(self._to_ask) and _is_stateless(self._to_ask.pop())
+            self._share = -(-len(self._to_ask) // THEN_WITHIN)
+        turn, self._to_ask = self._to_ask[: self._share], self._to_ask[self._share :]
+        return any(map(_is_stateless, turn))
 
     def _listen(self) -> None:
         try:

@@ -10,6 +10,7 @@ On a GPU one launch a cast; elsewhere, and where Triton is missing, torch counts
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -30,6 +31,8 @@ from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.formats import FORMATS, Fp8Format
 from fp8watch.records import TensorColumn
 
+logger = logging.getLogger(__name__)
+
 
 class TeStatistics:
     """Counts into `CastRows`, which a sampled step clears."""
@@ -41,8 +44,9 @@ class TeStatistics:
         self._by_scale: dict[int, Key] = {}
         self._by_quantizer: dict[int, tuple[Any, Key]] = {}
         self._has_looked = False
-        self._rows: CastRows | None = None
-        """None before the first cast, which tells the device."""
+        self.rows: CastRows | None = None
+        """What this step's casts are counted into. None before the first cast, which tells the device."""
+        self._has_said_device = False
         self._formats: dict[Any, Fp8Format] = {}
         """By TE's code of a dtype."""
         self.meters: Mapping[Kind, CostMeter] | None = None
@@ -69,8 +73,8 @@ class TeStatistics:
             self._tap.leave()
             return
         self._has_looked = False
-        if self._rows is not None:
-            self._rows.clear()
+        if self.rows is not None:
+            self.rows.clear()
         self._tap.listen()
 
     def detach(self) -> None:
@@ -82,10 +86,10 @@ class TeStatistics:
         if not self._is_sampled:
             return reading
         self._tap.leave()
-        if reading is None or self._rows is None or not any(row.elements for row in self._rows):
+        if reading is None or self.rows is None or not any(row.elements for row in self.rows):
             return reading
         with torch.no_grad():
-            return self._with_counts(reading, columns(), self._rows)
+            return self._with_counts(reading, columns(), self.rows)
 
     def _with_counts(self, reading: Reading, columns: Sequence[TensorColumn], rows: CastRows) -> Reading:
         counts, sums = rows.counts, rows.sums
@@ -131,10 +135,13 @@ class TeStatistics:
         key = self._key_of(quantizer)
         if key is None or is_capturing() or not self._is_in_training():
             return
-        if self._rows is None:
+        if self.rows is None:
             programs = 1 if self._kernel is None or source.device.type != "cuda" else self._kernel.PROGRAMS
-            self._rows = CastRows(source.device, programs)
-        row = self._rows.row(key)
+            self.rows = CastRows(source.device, programs)
+        if source.device != self.rows.device:
+            self._on_another_device(source.device, self.rows.device)
+            return
+        row = self.rows.row(key)
         if row.is_of_forward:
             if torch._C._current_graph_task_id() == -1:
                 row.is_forward_done = True
@@ -151,6 +158,12 @@ class TeStatistics:
                     self._what_if.begin(None)
                 scale = inverse.reciprocal().reshape(())
                 self._what_if.offer(row.number, values=source, scale=scale, fmt=fmt, amax=None)
+
+    def _on_another_device(self, device: torch.device, counted: torch.device) -> None:
+        """A kernel must not be given addresses of another device's memory, and a model spread over several is rare."""
+        if not self._has_said_device:
+            self._has_said_device = True
+            logger.warning("fp8watch: casts on %s are not counted: those on %s are", device, counted)
 
     def _is_in_training(self) -> bool:
         """Evaluation is no step's business. The mode of gradients says nothing: autograd's functions run without."""
