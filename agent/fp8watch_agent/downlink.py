@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8watch import wire
 from fp8watch.controller.cluster.redis_keys import RunKeys
-from fp8watch.controller.cluster.redis_link import BLOCK_MS, RedisError, RedisLink, reason_of
+from fp8watch.controller.cluster.redis_link import BLOCK_MS, RedisError, RedisLink, reason_of, words_of
 from fp8watch.errors import WireError
 from fp8watch.records import Command, LedgerUpdate
 from fp8watch.security import Verifier
@@ -71,7 +71,7 @@ class DownlinkThread(threading.Thread):
                 self._on_error(reason)
                 if not self._is_away:
                     self._is_away = True
-                    logger.warning("redis at %s: %s (%s); commands wait", self._link.shown, reason, error)
+                    logger.warning("redis at %s: %s (%s); commands wait", self._link.shown, reason, words_of(error))
                 self._link.reset()
                 self._stopping.wait(retry_seconds * random.uniform(0.5, 1.0))
                 retry_seconds = min(retry_seconds * 2, MAX_RETRY_SECONDS)

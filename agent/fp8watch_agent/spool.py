@@ -66,6 +66,8 @@ class Spool:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.seg")):
                 self._sizes[path] = path.stat().st_size
+            for partial in folder.glob(".*.seg.*.partial"):  # of an agent that was killed while it shortened one
+                partial.unlink(missing_ok=True)
         self._next = 1 + max((int(path.stem) for path in self._sizes if path.stem.isdigit()), default=0)
 
     @property

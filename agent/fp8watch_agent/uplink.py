@@ -25,7 +25,7 @@ import msgspec
 from fp8watch import __version__, wire
 from fp8watch.controller.cluster import redis_keys
 from fp8watch.controller.cluster.redis_keys import RunKeys
-from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, reason_of
+from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, reason_of, words_of
 from fp8watch.records import Goodbye, Hello, Layout, NodeFrame, RankLost, Uplink
 from fp8watch.security.envelope import Sealer
 from fp8watch_agent.spool import Entry, Spool
@@ -304,7 +304,7 @@ class UplinkThread(threading.Thread):
         self._retry_seconds = min(self._retry_seconds * 2, MAX_RETRY_SECONDS)
         if not self.is_away:
             self.is_away, self._away_since = True, time.monotonic()
-            logger.warning("redis at %s: %s (%s); frames go to the spool", self._link.shown, reason, error)
+            logger.warning("redis at %s: %s (%s); frames go to the spool", self._link.shown, reason, words_of(error))
         if reason in ("read_only", "timeout"):
             self._link.reset()
         elif reason == "out_of_memory":

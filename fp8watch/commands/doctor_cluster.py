@@ -36,7 +36,7 @@ def checks(
     if url is None:
         return [*found, problem("redis", "no address: give --redis or FP8WATCH_REDIS_URL")]
     try:
-        from fp8watch.controller.cluster.redis_link import RedisError, connect, reason_of
+        from fp8watch.controller.cluster.redis_link import RedisError, connect, reason_of, words_of
 
         link = connect(url, name="fp8watch-doctor")
     except (BadInput, MissingDependency) as error:
@@ -47,7 +47,7 @@ def checks(
         took = time.monotonic() - began
     except (RedisError, OSError) as error:
         link.close()
-        return [*found, problem("redis", f"{link.shown}: {reason_of(error)}: {error}")]
+        return [*found, problem("redis", f"{link.shown}: {reason_of(error)}: {words_of(error)}")]
     found.append(Check(name="redis", result="ok", detail=f"{link.shown} answers in {took * 1000:.1f} ms"))
     for look in (_version, _role, _persistence, _memory, _skew, _lease):
         found.append(_asked(look, link))

@@ -1,7 +1,7 @@
 """Who may make a run do something: keys, and the proof that a command, a frame or an approval comes from their holder.
 
 Three keys, because three parties speak: the controller signs commands (`signatures`), the agent authenticates what it
-sends (`envelope`), the console signs approvals (`approvals`). A holder of one can do nothing in the others' names.
+sends (`envelope`), the command line signs approvals (`approvals`). A holder of one can do nothing in the others' names.
 On one machine the unix socket's folder (0700) and the peer's credentials stand in for them.
 """
 

@@ -1,4 +1,4 @@
-"""A person's verdict, signed by the console and verified by the controller.
+"""A person's verdict, signed by the command line and verified by the controller.
 
 An approval names one action of one run and counts only while that action waits, so that it cannot be used twice. One
 that was given before the action was decided is not about it.
@@ -14,7 +14,7 @@ from fp8watch.security.keyring import KeyRing
 
 
 def sign(approval: Approval, ring: KeyRing | None) -> Approval:
-    """The console's side. No ring: unsigned."""
+    """The command line's side. No ring: unsigned."""
     return approval if ring is None else signed(approval, ring)
 
 

@@ -12,6 +12,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +24,7 @@ import pytest
 import tls_servers
 
 from fp8watch.errors import BadInput
+from fp8watch.security import metrics_access
 from fp8watch.security.metrics_access import MetricsAccess
 from fp8watch.settings import Settings
 from fp8watch.transport import Channel
@@ -37,6 +39,9 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no open
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     tls_servers.make_certificates(folder)
+    tls_servers.openssl(
+        folder, "ec", "-in", "server.key", "-aes256", "-passout", "pass:secret", "-out", "protected.key"
+    )
     (folder / "password").write_text("prometheus:open sesame\n")
     (folder / "none").write_text("prometheus\n")
     return folder
@@ -93,6 +98,26 @@ def test_a_client_that_never_shakes_hands_holds_up_nobody(certificates: Path) ->
             one.close()
 
 
+@pytest.mark.parametrize("names", [{}, {"tls_cert": "server.crt", "tls_key": "server.key"}])
+def test_many_that_connect_and_never_finish_hold_up_nobody_and_take_no_more_descriptors_than_a_few(
+    certificates: Path, names: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_access, "MOST_CONNECTIONS", 3)
+    with exporter(access(certificates, **names)) as served, contextlib.ExitStack() as stack:
+        host, port = served.target.split(":")
+        for _ in range(9):
+            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            one.sendall(b"G")
+        context = trusting(certificates) if names else None
+        began = time.monotonic()
+        assert "fp8watch_run_info" in scrape(served.url, context)
+        assert time.monotonic() - began < 4
+        while (num := sum("process_request_thread" in thread.name for thread in threading.enumerate())) > 3:
+            assert time.monotonic() - began < 4, f"{num} connections are served"
+            time.sleep(0.02)
+        assert num > 0, "the newest are let be"
+
+
 def test_only_certificates_of_our_authority_are_let_in(certificates: Path) -> None:
     names = {"tls_cert": "server.crt", "tls_key": "server.key", "client_ca": "ours.crt"}
     with exporter(access(certificates, **names)) as served:
@@ -124,7 +149,11 @@ def test_the_password_is_asked_for(certificates: Path) -> None:
         ({"tls_cert": "server.crt"}, "FP8WATCH_METRICS_TLS_KEY: certificate and key"),
         ({"tls_key": "server.key"}, "FP8WATCH_METRICS_TLS_CERT: certificate and key"),
         ({"tls_cert": "server.crt", "tls_key": "agent.key"}, "FP8WATCH_METRICS_TLS_CERT: no certificate with the key"),
-        ({"tls_cert": "missing.crt", "tls_key": "server.key"}, "FP8WATCH_METRICS_TLS_CERT: no certificate"),
+        (
+            {"tls_cert": "missing.crt", "tls_key": "server.key"},
+            "missing.crt:1: FP8WATCH_METRICS_TLS_CERT: No such file",
+        ),
+        ({"tls_cert": "server.crt", "tls_key": "protected.key"}, "FP8WATCH_METRICS_TLS_KEY: it has a password"),
         ({"client_ca": "ours.crt"}, "FP8WATCH_METRICS_CLIENT_CA: needs"),
         ({"password_file": "none"}, "FP8WATCH_METRICS_PASSWORD_FILE: holds no line name:password"),
         ({"password_file": "missing"}, "missing:1: FP8WATCH_METRICS_PASSWORD_FILE: No such file"),

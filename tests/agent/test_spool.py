@@ -136,3 +136,13 @@ def test_half_a_write_does_not_hide_what_follows(tmp_path: Path, monkeypatch: py
     assert numbers(spool.peek(9)) == [0]
     assert numbers(drain(spool)) == [0, 1]
     spool.close()
+
+
+def test_what_an_agent_left_that_was_killed_while_it_shortened_a_segment_is_removed(tmp_path: Path) -> None:
+    first = Spool(tmp_path, 10**9)
+    first.put(frame(1))
+    first.close()
+    left = tmp_path / ".000000000001.seg.77.0a0b0c0d.partial"
+    left.write_bytes(b"x" * 100)
+    assert numbers(drain(Spool(tmp_path, 10**9))) == [1]
+    assert not left.exists()

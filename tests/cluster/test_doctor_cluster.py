@@ -10,11 +10,16 @@ from pathlib import Path
 
 import cluster_parts as parts
 import pytest
+from redis import RedisError
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.sentinel import Sentinel
 from typer.testing import CliRunner
 
 from fp8watch.cli import build
 from fp8watch.controller.cluster.lease import Lease
 from fp8watch.controller.cluster.redis_keys import NODES
+from fp8watch.controller.cluster.redis_link import words_of
 from fp8watch.controller.stores.redis import RedisStore
 
 pytestmark = pytest.mark.redis
@@ -95,6 +100,19 @@ def test_a_replica_and_no_server_at_all_are_named(redis: parts.Redis, store: Red
     assert code == 3
     assert "away" in found["redis"][1]
     assert "not one of" in doctor("http://x")[1]["redis"][1]
+
+
+def test_sentinels_that_do_not_answer_are_named_in_few_words() -> None:
+    patience = {"socket_connect_timeout": 0.2, "retry": Retry(NoBackoff(), 0), "password": "secret"}
+    sentinel = Sentinel([("127.0.0.1", 1), ("127.0.0.1", 2)], sentinel_kwargs=patience)
+    with pytest.raises(RedisError) as away:
+        sentinel.discover_master("mymaster")
+    assert len(str(away.value)) > 1000, "redis-py has learned to be brief: words_of has nothing to do any more"
+    said = words_of(away.value)
+    assert "No master found for 'mymaster'" in said
+    assert "127.0.0.1:1 - " in said
+    assert "127.0.0.1:2 - " in said
+    assert len(said) < 300, said
 
 
 def test_who_may_connect_to_the_agent_is_looked_at(redis: parts.Redis, store: RedisStore, tmp_path: Path) -> None:

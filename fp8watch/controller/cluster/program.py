@@ -24,7 +24,7 @@ from fp8watch.controller.cluster.inflow import Entered, Inflow
 from fp8watch.controller.cluster.lease import Lease
 from fp8watch.controller.cluster.outbox import Fenced, Interrupted, Outbox
 from fp8watch.controller.cluster.redis_keys import RunKeys
-from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, reason_of
+from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, reason_of, words_of
 from fp8watch.controller.cluster.runs import ClusterController
 from fp8watch.controller.open_findings import Open
 from fp8watch.controller.stores.redis import RedisStore
@@ -392,6 +392,6 @@ class ClusterProgram:
         self.errors[reason] += 1
         if not self._is_away:
             self._is_away = True
-            logger.warning("redis at %s: %s (%s); deciding waits", self.link.shown, reason, error)
+            logger.warning("redis at %s: %s (%s); deciding waits", self.link.shown, reason, words_of(error))
         if reason in ("read_only", "timeout"):
             self.link.reset()

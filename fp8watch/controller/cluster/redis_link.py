@@ -15,6 +15,7 @@ for less than that.
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -146,3 +147,10 @@ def reason_of(error: Exception) -> str:
     if "MISCONF" in text:
         return "disk_full"
     return "away" if isinstance(error, redis.ConnectionError | OSError) else "other"
+
+
+def words_of(error: Exception) -> str:
+    """What a person is told of it: redis-py names a sentinel by all options of its client, 900 characters each."""
+    return re.sub(
+        r"<redis\.client\.Redis\(.*?\bhost=([^,]+),port=(\d+).*?\)>\)>\)>", r"\1:\2", str(error), flags=re.DOTALL
+    )
