@@ -1,4 +1,4 @@
-"""What became of an action, in a person's words: the same in listings, stories and on the demo's screen.
+"""What became of an action, in a person's words: the same in listings, stories, the demo and the console.
 
 Records keep their own, shorter names (`status`, `readback`, `outcome`), which programs read. An action that was never
 done has nothing to be read back and no outcome.

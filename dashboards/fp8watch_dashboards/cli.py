@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from fp8watch.commands import stores, values
-from fp8watch.commands.stores import DirOption
+from fp8watch.commands.stores import FolderOption
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput, MissingDependency
 from fp8watch.security import PURPOSES
 from fp8watch_dashboards.listening import Listening
@@ -52,7 +52,7 @@ def environment(given: Mapping[str, str], directory: Path) -> dict[str, str]:
 
 @app.callback(invoke_without_command=True)
 def console(
-    directory: DirOption = None,
+    directory: FolderOption = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. The console has no login: put one before it, or use loopback.")
     ] = "127.0.0.1",

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
+from fp8watch import action_words
 from fp8watch.records import ActionRecord, Finding
 from fp8watch_dashboards.queries import evidence_text
 from fp8watch_dashboards.timeline import StepPoint, Timeline
@@ -18,6 +19,8 @@ MAX_COLUMNS = 220
 """Columns of the heat map; more steps share one, which then shows their worst."""
 MAX_ROWS = 64
 """Rows of the heat map; above it the tensors of a block share one row a tensor class."""
+APPLIED_SIZE, NOT_APPLIED_SIZE = 13, 22
+"""Stars in pixels: the open one is seen around a filled one at the same place."""
 MAX_NAMED = 12
 """Actions written on the loss chart by name: the newest."""
 HEADROOM_RANGE = (-8.0, 24.0)
@@ -60,9 +63,11 @@ def loss_figure(
     height = _Heights(timeline)
     for severity in ("warn", "act"):
         _findings(figure, [f for f in findings if f.severity == severity], height, severity)
-    _actions(figure, [a for a in actions if a.applied_step is not None], height, name="action applied", symbol="star")
-    open_ = [a for a in actions if a.applied_step is None]
-    _actions(figure, open_, height, name="action not applied", symbol="star-open")
+    done = [a for a in actions if a.applied_step is not None]
+    _actions(figure, done, height, name="action done", symbol="star", size=APPLIED_SIZE)
+    # A rung that is passed over lies a step or two beside the next one, which is done: on top of it, and around it.
+    rest = [a for a in actions if a.applied_step is None]
+    _actions(figure, rest, height, name="action not done", symbol="star-open", size=NOT_APPLIED_SIZE)
     _milestones(figure, findings, actions)
     _style(figure, timeline, height=400)
     figure.update_yaxes(title="loss", type="log" if is_log else "linear")
@@ -188,7 +193,9 @@ def _finding_text(finding: Finding) -> str:
     )
 
 
-def _actions(figure: go.Figure, actions: Iterable[ActionRecord], heights: _Heights, *, name: str, symbol: str) -> None:
+def _actions(
+    figure: go.Figure, actions: Iterable[ActionRecord], heights: _Heights, *, name: str, symbol: str, size: int
+) -> None:
     actions = list(actions)
     if not actions:
         return
@@ -198,13 +205,17 @@ def _actions(figure: go.Figure, actions: Iterable[ActionRecord], heights: _Heigh
         y=[heights.at(action.attempt, step) for action, step in zip(actions, steps, strict=True)],
         name=name,
         mode="markers",
-        marker={"symbol": symbol, "size": 14, "color": ACTION, "line": {"color": ACTION, "width": 1}},
-        customdata=[
-            f"{a.action} by rule {a.rule}<br>{a.status}, read-back {a.readback}, outcome {a.outcome}<br>{a.reason}"
-            for a in actions
-        ],
+        marker={"symbol": symbol, "size": size, "color": ACTION, "line": {"color": ACTION, "width": 1.5}},
+        customdata=[_action_text(action) for action in actions],
         hovertemplate="step %{x}: %{customdata}<extra></extra>",
     )
+
+
+def _action_text(action: ActionRecord) -> str:
+    """In the words of `fp8watch actions list`."""
+    read_back = action_words.read_back(action)
+    parts = [action_words.state(action), read_back and f"read back {read_back}", action_words.effect(action)]
+    return f"{action.action} by rule {action.rule}<br>{', '.join(filter(None, parts))}<br>{action.reason}"
 
 
 def _milestones(figure: go.Figure, findings: Sequence[Finding], actions: Sequence[ActionRecord]) -> None:

@@ -21,6 +21,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of `endpoint.json`; further keys are ignored."""
 
     store: str
+    redis: str = ""
     metrics_url: str = ""
     pid: int | None = None
 
@@ -31,7 +32,8 @@ class RunPlace:
 
     run: str
     store: Path | None
-    """None: its agent found no place to write and keeps the run in memory, where nobody else can read it."""
+    """None: the records are in the cluster's Redis (`endpoint.redis`), or its agent found no place to write and keeps
+    the run in memory, where nobody else can read it."""
     endpoint: Endpoint
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from fp8watch import action_words
 from fp8watch.controller.stores.base import Store
 from fp8watch.records import ActionRecord, Finding, RunRecord
 from fp8watch_dashboards.timeline import EMPTY, StepPoint, Timeline, TimelineReader
@@ -101,18 +102,18 @@ def finding_rows(findings: list[Finding]) -> list[dict[str, Any]]:
 
 
 def action_rows(actions: list[ActionRecord]) -> list[dict[str, Any]]:
-    """The action log, newest first."""
+    """The action log, newest first, in the words of `fp8watch actions list`."""
     return [
         {
             "decided": action.decided_step,
-            "applied": action.applied_step,
+            "done at": "-" if action.applied_step is None else str(action.applied_step),
             "action": action.action,
             "rule": action.rule,
-            "status": action.status,
-            "read-back": action.readback,
-            "outcome": action.outcome,
+            "what became of it": action_words.state(action),
+            "read back": action_words.read_back(action) or "-",
+            "effect": action_words.effect(action) or "-",
             "params": evidence_text(action.params),
-            "read back": evidence_text(action.observed),
+            "observed": evidence_text(action.observed),
             "reason": action.reason,
             "replayed": action.steps_replayed,
             "attempt": action.attempt,

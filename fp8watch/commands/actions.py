@@ -14,8 +14,9 @@ from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
 from fp8watch.controller.stores.base import Approval
+from fp8watch.errors import BadInput
 from fp8watch.records import ActionRecord, RunRecord
-from fp8watch.security import approvals, load_ring
+from fp8watch.security import KeyRing, approvals, load_ring
 from fp8watch.settings import from_environment
 
 app = typer.Typer(help="What was done or proposed, and what waits for a person.", no_args_is_help=True)
@@ -54,13 +55,13 @@ def list_actions(
 
 @app.command()
 def approve(action_id: IdArgument, directory: DirOption = None) -> None:
-    """Approve an action that waits."""
+    """Approve an action that waits. Of a cluster's run (FP8WATCH_REDIS_URL) that needs FP8WATCH_APPROVAL_KEY[_FILE]."""
     _answer(action_id, "approve", directory)
 
 
 @app.command()
 def refuse(action_id: IdArgument, directory: DirOption = None) -> None:
-    """Refuse an action that waits."""
+    """Refuse an action that waits. Of a cluster's run (FP8WATCH_REDIS_URL) that needs FP8WATCH_APPROVAL_KEY[_FILE]."""
     _answer(action_id, "refuse", directory)
 
 
@@ -83,6 +84,23 @@ def _person() -> str:
         return f"user {os.getuid()}"
 
 
+def _ring(found: stores.Found) -> KeyRing | None:
+    """The key to sign with; None: unsigned, which a file's controller believes and a cluster's only without a key.
+
+    Raises `BadInput` where the controller of a cluster would pass an unsigned verdict over.
+    """
+    settings = from_environment()
+    ring = load_ring(settings, "approval")
+    if ring is not None or not found.redis_url:
+        return ring
+    if not settings.allow_unsigned:
+        problem = "not set (nor FP8WATCH_APPROVAL_KEY_FILE): the cluster's controller counts signed verdicts only"
+        trusted = "where it runs with FP8WATCH_ALLOW_UNSIGNED=1 and has no such key, set that variable here too"
+        raise BadInput([f"environment:1: FP8WATCH_APPROVAL_KEY: {problem}; {trusted}"])
+    typer.echo(f"not signed: this does not count if the controller at {found.store} has an approval key", err=True)
+    return None
+
+
 def _answer(action_id: str, verdict: Literal["approve", "refuse"], directory: DirOption) -> None:
     for found in reversed(stores.runs(stores.folder(directory))):
         with stores.reading(found) as store:
@@ -93,14 +111,18 @@ def _answer(action_id: str, verdict: Literal["approve", "refuse"], directory: Di
         approval = Approval(
             run=found.record.run, action_id=action_id, verdict=verdict, by=_person(), time_unix=time.time()
         )
-        approval = approvals.sign(approval, load_ring(from_environment(), "approval"))
+        ring = _ring(found)
+        approval = approvals.sign(approval, ring)
         try:
             with stores.writing(found) as store:
                 store.approve(approval)
         except OSError as error:
-            raise not_found(f"{found.path} cannot be written: {error}") from error
-        typer.echo(
-            f"{action_id} ({action.action} of {found.record.run}): {'approved' if verdict == 'approve' else 'refused'}"
-        )
+            raise not_found(f"{found.store} cannot be written: {error}") from error
+        done = "approved" if verdict == "approve" else "refused"
+        if found.redis_url:
+            # Which key the controller has cannot be known here: what it made of the verdict is in the list.
+            signed = "signed" if ring is not None else "unsigned"
+            done += f", {signed}; `fp8watch actions list {found.record.run}` says what the controller made of it"
+        typer.echo(f"{action_id} ({action.action} of {found.record.run}): {done}")
         return
-    raise not_found(f"no action {action_id!r} under {stores.folder(directory)}")
+    raise not_found(f"no action {action_id!r} {stores.looked(stores.folder(directory))}")

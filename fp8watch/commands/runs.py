@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from fp8watch import action_words, run_words
 from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
-from fp8watch.commands.stores import DirOption, JsonOption
+from fp8watch.commands.stores import DirOption, FolderOption, JsonOption
 
-app = typer.Typer(help="Runs under FP8WATCH_DIR.", no_args_is_help=True)
+app = typer.Typer(help="Runs under FP8WATCH_DIR and, of a cluster, in FP8WATCH_REDIS_URL.", no_args_is_help=True)
 
 
 def _time(unix: float) -> str:
@@ -24,13 +25,13 @@ def list_runs(directory: DirOption = None, as_json: JsonOption = False) -> None:
     """List all runs, oldest first."""
     found = stores.runs(stores.folder(directory))
     if as_json:
-        print_json([{"store": str(item.path)} | _summary(item) for item in found])
+        print_json([{"store": item.store} | _summary(item) for item in found])
         return
     if not found:
-        typer.echo(f"no runs under {stores.folder(directory)} ({stores.WHERE})")
+        typer.echo(f"no runs {stores.looked(stores.folder(directory))} ({stores.WHERE})")
         return
     rows = [
-        (r.run, r.state, r.last_step, r.hello.policy_name, _time(r.started_unix), r.reason)
+        (r.run, r.state, r.last_step, r.hello.policy_name, _time(r.started_unix), run_words.reason(r))
         for r in (item.record for item in found)
     ]
     print_table("Runs", ["run", "state", "last step", "policy", "started", "reason"], rows)
@@ -68,12 +69,12 @@ def show(
         checkpoints = list(store.read(name, CheckpointRecord))
         seen = coverage.of_run(store, name)
     if as_json:
-        document = {"store": str(found.path), "record": found.record, "findings": findings}
+        document = {"store": found.store, "record": found.record, "findings": findings}
         print_json(document | {"actions": actions, "checkpoints": checkpoints})
         return
     hello = found.record.hello
     rows = [
-        ("state", f"{found.record.state} {found.record.reason}".strip()),
+        ("state", run_words.state(found.record)),
         ("last step", found.record.last_step),
         ("ranks", hello.world_size),
         ("host", hello.host),
@@ -82,8 +83,8 @@ def show(
         ("framework", ", ".join(f"{key} {value}" for key, value in hello.framework.items())),
         ("not available", "; ".join(f"{key}: {why}" for key, why in sorted(hello.capabilities.items()) if why)),
         ("findings", _counted(f"{item.detector} {item.severity}" for item in findings)),
-        ("actions", _counted(f"{item.action} {item.status}" for item in actions)),
-        ("store", found.path),
+        ("actions", _counted(action_words.brief(item) for item in actions)),
+        ("store", found.store),
     ]
     print_table(f"Run {name}", ["", ""], rows)
     marks = [(c.checkpoint, c.step, c.attempt, c.label, c.reason) for c in checkpoints]
@@ -92,11 +93,11 @@ def show(
 
 def _counted(names: object) -> str:
     counts = Counter(names)  # type: ignore[call-overload]
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+    return "; ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 @app.command()
-def release(run: Annotated[str, typer.Argument(help="Run.")], directory: DirOption = None) -> None:
+def release(run: Annotated[str, typer.Argument(help="Run.")], directory: FolderOption = None) -> None:
     """Let a run that was halted be started again."""
     from fp8watch.controller import markers
 

@@ -22,24 +22,39 @@ from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.errors import BadInput
 from fp8watch.records import RunRecord
 
-WHERE = "FP8WATCH_DIR or --dir says where runs are kept"
+WHERE = "FP8WATCH_DIR or --dir says where runs are kept, FP8WATCH_REDIS_URL which cluster's are looked for too"
+_FOLDER = "Folder that holds the runs; default: FP8WATCH_DIR, else .fp8watch."
+FolderOption = Annotated[
+    Path | None, typer.Option("--dir", parser=values.folder, metavar="FOLDER", help=_FOLDER)
+]  # fmt: skip
+"""Of a command that looks at files only."""
 DirOption = Annotated[
     Path | None,
     typer.Option(
         "--dir", parser=values.folder, metavar="FOLDER",
-        help="Folder that holds the runs; default: FP8WATCH_DIR, else .fp8watch.",
+        help=f"{_FOLDER} FP8WATCH_REDIS_URL adds a cluster's runs.",
     ),
 ]  # fmt: skip
+"""Of a command that looks into the cluster's Redis too, where `FP8WATCH_REDIS_URL` is set."""
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A run, and where it is kept: a file, or Redis (`redis_url` set; `path` is then only for showing)."""
+    """A run, and where it is kept: a file, or Redis (`redis_url` set; `path` is then of no use)."""
 
     record: RunRecord
     path: Path
     redis_url: str = ""
+
+    @property
+    def store(self) -> str:
+        """Where it is kept, for showing: the file, or the address of Redis without user and password."""
+        if not self.redis_url:
+            return str(self.path)
+        from fp8watch.controller.cluster.redis_link import shown
+
+        return shown(self.redis_url)
 
 
 def folder(directory: Path | None) -> Path:
@@ -47,6 +62,22 @@ def folder(directory: Path | None) -> Path:
     from fp8watch.settings import from_environment
 
     return (from_environment().dir if directory is None else directory).absolute()
+
+
+def looked(directory: Path) -> str:
+    """Where was looked for runs, for what is said when there are none."""
+    from fp8watch.settings import from_environment
+
+    secret = from_environment().redis_url
+    if secret is None:
+        from fp8watch.transport import endpoint
+
+        elsewhere = {item.redis for item in endpoint.read_all(directory) if item.redis}
+        hint = f", whose records are in {', '.join(sorted(elsewhere))}: set FP8WATCH_REDIS_URL" if elsewhere else ""
+        return f"under {directory}{hint}"
+    from fp8watch.controller.cluster.redis_link import shown
+
+    return f"under {directory} or in {shown(secret.get_secret_value())}"
 
 
 def store_files(directory: Path) -> list[Path]:
@@ -99,9 +130,9 @@ def find(directory: Path, run: str | None) -> Found:
         if item.record.run == run:
             return item
     if run is None:
-        raise not_found(f"no runs under {directory} ({WHERE})")
+        raise not_found(f"no runs {looked(directory)} ({WHERE})")
     names = ", ".join(item.record.run for item in known[-8:]) or "none"
-    raise not_found(f"no run {run!r} under {directory}; known: {names}")
+    raise not_found(f"no run {run!r} {looked(directory)}; known: {names}")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ One thread of arithmetic each: three of them share two cores, and one thread add
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import msgspec
 from fp8watch.demo.config import RunSpec
 
 FINAL_STEPS = 20
-"""A final loss is the mean over this many last optimizer steps."""
+"""A loss that is shown as a number is the mean over this many optimizer steps, a final one over the last of them."""
 
 STOP_SECONDS = 10.0
 """What a process has to end after it was asked to."""
@@ -46,13 +47,20 @@ class Losses:
         """(step, loss) in the order of steps; a copy."""
         return sorted(self._by_step.copy().items())
 
+    def mean(self, step: int) -> float | None:
+        """Mean of the `FINAL_STEPS` steps that end with `step` (of fewer at the beginning); None when one is missing.
+
+        It is not finite when one of them is not.
+        """
+        wanted = range(max(1, step - FINAL_STEPS + 1), step + 1)
+        losses = [self._by_step.get(number) for number in wanted]
+        known = [loss for loss in losses if loss is not None]
+        return sum(known) / len(known) if known and len(known) == len(losses) else None
+
     def final(self, steps: int) -> float | None:
         """Mean of the last `FINAL_STEPS` of `steps`; None when one is missing, or when it is not finite."""
-        wanted = range(steps - FINAL_STEPS + 1, steps + 1)
-        if any(step not in self._by_step for step in wanted):
-            return None
-        mean = sum(self._by_step[step] for step in wanted) / FINAL_STEPS
-        return mean if mean == mean and abs(mean) != float("inf") else None
+        mean = self.mean(steps) if steps >= FINAL_STEPS else None
+        return mean if mean is not None and math.isfinite(mean) else None
 
 
 class TrainingProcess:

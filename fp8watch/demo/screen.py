@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fp8watch.demo import words
 from fp8watch.demo.plot import Curve, Marker, plot
-from fp8watch.demo.processes import Losses
+from fp8watch.demo.processes import FINAL_STEPS, Losses
 from fp8watch.demo.runner import Progress
 from fp8watch.records import ActionRecord, Finding
 
@@ -55,17 +55,24 @@ class Screen:
             self._live.update(render(progress, width=self._console.width))
             return
         steps = progress.plan.watched.config.steps
-        lines = [f"step {step} of {steps}: {losses_line(progress)}" for step in _quarters(progress.watched, steps)]
+        lines = [f"step {step} of {steps}: {losses_line(progress, step)}" for step in _quarters(progress, steps)]
         for line in [*lines, *story_lines(progress)]:
-            # Losses differ from call to call; a quarter is said once.
+            # A rollback changes the losses of a quarter that was said; it is said once.
             key = line.split(":")[0] if line in lines else line
             if key not in self._said:
                 self._said.add(key)
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _quarters(losses: Losses, steps: int) -> list[int]:
-    return [step for step in range(steps // 4, steps + 1, max(1, steps // 4)) if losses.last_step >= step]
+def _quarters(progress: Progress, steps: int) -> list[int]:
+    """The quarters that all runs have behind them: losses of different steps say nothing about each other."""
+    reached = _common_step(progress)
+    return [step for step in range(max(1, steps // 4), steps + 1, max(1, steps // 4)) if reached >= step]
+
+
+def _common_step(progress: Progress) -> int:
+    """The newest step that every run has reached."""
+    return min(losses.last_step for _, losses, _ in _runs(progress))
 
 
 def render(progress: Progress, *, width: int) -> Panel:
@@ -79,10 +86,12 @@ def render(progress: Progress, *, width: int) -> Panel:
     markers = [] if plan.fault_step is None else [Marker(step=plan.fault_step, colour=FAULT)]
     chart = plot(curves, last_step=steps, width=width - 4, height=PLOT_ROWS, markers=markers)
     legend = Text()
+    step = _common_step(progress)
     for name, losses, colour in _runs(progress):
-        legend.append(f"--- {name} {_newest(losses)}   ", colour)
+        legend.append(f"--- {name} {_mean(losses, step)}   ", colour)
     if plan.fault_step is not None:
         legend.append(f"| fault at step {plan.fault_step}", FAULT)
+    legend.append(f"\nlosses: {_window(step)}", "dim")
     lines = story_lines(progress, with_warnings=False)[-MAX_LINES:]
     num_warnings = sum(finding.severity == "warn" for finding in progress.story.findings)
     lines.append(f"{num_warnings} warnings, on which nobody acts" if num_warnings else "")
@@ -108,14 +117,21 @@ def _smoothed(losses: Losses) -> list[tuple[int, float]]:
     return smooth
 
 
-def _newest(losses: Losses, num_steps: int = 10) -> str:
-    recent = [loss for _, loss in losses.series()[-num_steps:]]
-    return f"{sum(recent) / len(recent):.3f}" if recent else "-"
+def _mean(losses: Losses, step: int) -> str:
+    mean = losses.mean(step)
+    return "-" if mean is None else f"{mean:.3f}"
 
 
-def losses_line(progress: Progress) -> str:
-    """The newest losses in words."""
-    return ", ".join(f"{name} {_newest(losses)}" for name, losses, _ in _runs(progress))
+def _window(step: int) -> str:
+    """Which steps the losses are means of: the same for all runs, in the table too."""
+    first = max(1, step - FINAL_STEPS + 1)
+    return f"means of steps {first} to {step}" if step else "no step yet"
+
+
+def losses_line(progress: Progress, step: int) -> str:
+    """Every run's loss at this step in words."""
+    means = ", ".join(f"{name} {_mean(losses, step)}" for name, losses, _ in _runs(progress))
+    return f"{means} ({_window(step)})"
 
 
 def story_lines(progress: Progress, *, with_warnings: bool = True) -> list[str]:
@@ -138,6 +154,7 @@ def closing_table(progress: Progress) -> Table:
     steps = plan.watched.config.steps
     first = _first_of_fault(story.findings, plan.fault_step)
     table = Table(title=f"fp8watch demo: {plan.scenario.name}", show_header=False, title_justify="left")
+    table.caption, table.caption_justify = f"losses: {_window(steps)}", "left"
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     since = "" if plan.fault_step is None else f"from step {plan.fault_step}: "

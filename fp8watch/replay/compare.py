@@ -10,6 +10,7 @@ from typing import Any
 
 from fp8watch.policy.schema import Policy
 from fp8watch.replay.detected import detected
+from fp8watch.replay.namesakes import told_apart
 from fp8watch.replay.recording import Recording
 from fp8watch.replay.run import Assumptions, each
 
@@ -22,6 +23,7 @@ class Compared:
     """One run under every policy."""
 
     run: str
+    """Its name, with as much of its path as tells it from others of that name."""
     steps: int = 0
     findings: Counter[str] = field(default_factory=Counter)
     """Severity -> how many; the same for all."""
@@ -39,10 +41,12 @@ def compare(
     """Every run at these paths under every policy, in one pass a run; and what was wrong with the input. `notes` gets
     what is to be said of how a run was read."""
     found: list[Compared] = []
+    places: list[tuple[str, str]] = []
 
     def one(recording: Recording) -> None:
         compared = Compared(run=recording.run, answers={name: [] for name in policies})
         found.append(compared)
+        places.append((recording.run, recording.place))
         rehearsals = {name: assumptions.rehearsal(recording, policy) for name, policy in policies.items()}
         try:
             for seen in detected(recording):
@@ -60,6 +64,8 @@ def compare(
                 notes.extend(recording.notes)
 
     problems = each(paths, one)
+    for compared, name in zip(found, told_apart(places), strict=True):
+        compared.run = name
     return found, problems
 
 

@@ -167,7 +167,8 @@ class Tables:
     def action(self, row: dict[str, Any]) -> None:
         """An action."""
         params = "" if row["kind"] == "undo" else _params(row["params"])
-        words = f"{_KINDS.get(row['kind'], row['kind'])} {row['action']}{params}, rule {row['rule']}: {row['reason']}"
+        words = f"{_KINDS.get(row['kind'], row['kind'])} {row['action']}{params}, rule {row['rule']}"
+        words += f": {row['reason']}" if row["reason"] else ""
         self._add(self._table, str(row["run"]), str(row["step"]), "", row["severity"], "", "", words)
 
     def summary(self, row: dict[str, Any]) -> None:

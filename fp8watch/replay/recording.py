@@ -57,6 +57,8 @@ class Recording:
     """What a person should know of how it was read (`file:line: field: remark`); its reader adds to it on the way."""
     steps: Callable[[], Iterator[Seen]] | None = None
     """Of runs that fp8watch recorded: the same steps through the live controller's own code."""
+    place: str = ""
+    """The file it was read from, or the URL without its secrets."""
 
 
 class Attempts:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 
 from fp8watch.cli import build
 from fp8watch.commands import mounted, values
-from fp8watch.settings import from_environment
+from fp8watch.errors import BadInput
+from fp8watch.settings import Settings, from_environment
 
 PLACES = {"replay": ["x.csv"], "policy compare": ["auto", "observe", "x.csv"]}
 """Command -> arguments that it does not run without."""
@@ -114,6 +115,9 @@ def call(*arguments: str) -> Result:
         ["runs", "list", "--dir", ""],
         ["doctor", "--no-with-torch", "--dir", ""],
         ["incident", "export", "i1", "-o", ""],
+        ["console", "--dir", ""],
+        ["console", "--tls-cert", ""],
+        ["console", "--tls-key", ""],
     ],
 )
 def test_nonsense_is_bad_input_with_a_message(arguments: list[str]) -> None:
@@ -153,3 +157,18 @@ def test_a_setting_may_be_what_the_option_may_be(monkeypatch: pytest.MonkeyPatch
             from_environment()
         with pytest.raises(typer.BadParameter):
             values.seconds(text)
+
+
+FRACTIONS = [name for name, field in Settings.model_fields.items() if "float" in str(field.annotation)]
+
+
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_no_setting_is_endless_or_no_number(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for text in ("nan", "inf", "-inf", "-1"):
+        monkeypatch.setenv(f"FP8WATCH_{name.upper()}", text)
+        with pytest.raises(BadInput, match=f"environment:1: FP8WATCH_{name.upper()}: "):
+            from_environment()
+
+
+def test_settings_with_a_fraction_are_looked_at() -> None:
+    assert {"overhead_budget", "join_seconds", "lease_seconds", "redis_keep_seconds"} <= set(FRACTIONS)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from fp8watch import action_words
+from fp8watch import action_words, run_words
 from fp8watch.cli import build
 from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.demo.plan import make_plan
@@ -82,7 +82,8 @@ def home(tmp_path: Path) -> Path:
             wire_version=1, run=run, attempt=0, rank=0, local_rank=0, world_size=1, pid=1, host="h", time_unix=1.0,
             step=0,
         )  # fmt: skip
-        record = RunRecord(run=run, state="ended", hello=hello, started_unix=float(number), updated_unix=2.0)
+        record = RunRecord(run=run, state="ended", hello=hello, started_unix=float(number), updated_unix=2.0,
+                           reason="end")  # fmt: skip
         passed = {"run": "r", "attempt": 0, "time_unix": 0.0, "incident": "i1", "event": "passed_over"}
         trace = [
             TraceEntry(**passed, step=42, action="bf16_layers", reason=WHY, details={"status": "unavailable"}),
@@ -118,6 +119,25 @@ def test_listings_say_nothing_of_what_was_never_done(home: Path) -> None:
     )
     raw = json.loads(call(home, "actions", "list", "r", "--json").stdout)
     assert [item["status"] for item in raw] == ["applied", "unavailable", "applied", "refused"], "programs read these"
+
+
+def test_a_run_is_summed_up_in_the_same_words(home: Path) -> None:
+    shown = call(home, "runs", "show", "r").stdout
+    state, actions = (
+        next(line for line in shown.splitlines() if f"│ {name} " in line) for name in ("state", "actions")
+    )
+    assert state.split("│")[2].strip() == "ended", "that it ended at its end is said once"
+    assert "1 x repair_scale done, no effect; 1 x bf16_layers passed over; 1 x bf16_all done, helped" in actions
+    assert "1 x rollback not allowed" in actions
+    assert "end" not in [cell.strip() for cell in call(home, "runs", "list").stdout.split("│")]
+
+
+def test_a_halt_says_why() -> None:
+    hello = Hello(
+        wire_version=1, run="r", attempt=0, rank=0, local_rank=0, world_size=1, pid=1, host="h", time_unix=1.0, step=0,
+    )  # fmt: skip
+    halted = RunRecord(run="r", state="halted", hello=hello, started_unix=0.0, updated_unix=0.0, reason="budget spent")
+    assert run_words.state(halted) == "halted: budget spent"
 
 
 def test_a_story_says_each_thing_once(home: Path) -> None:

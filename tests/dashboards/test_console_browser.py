@@ -26,6 +26,11 @@ LAUNCH = [
     "--disable-component-update",
     "--disable-sync",
 ]
+CUT_OFF = """() => [...document.querySelectorAll(
+    '[data-testid=stMetric] *, [data-testid=stSelectbox] *, [data-testid=stCheckbox] *'
+  )].filter(e => e.innerText && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX != 'visible')
+  .map(e => e.innerText)"""
+"""Texts of the page's head that are wider than the room they have."""
 pytestmark = pytest.mark.browser
 
 
@@ -75,6 +80,9 @@ def test_the_page_paints_its_charts_and_follows_the_run(served):
         assert page.get_by_test_id("stMetricValue").all_inner_texts()[:2] == ["240", "1"]
         assert page.locator("text=repair_scale").count() >= 1
         assert page.get_by_test_id("stException").count() == 0
+        page.set_viewport_size({"width": 800, "height": 1900})
+        page.wait_for_timeout(500)
+        assert page.evaluate(CUT_OFF) == []
 
         page.goto(f"{address}/?run=growing-run")
         page.wait_for_function(

@@ -95,8 +95,10 @@ def test_findings_and_actions_are_listed_with_evidence_and_outcome(root):
         154, 151, "scale_frozen", "bookkeeping",
     ]  # fmt: skip
     assert actions["action"].tolist() == ["tighten_clip", "rollback", "repair_scale"]
-    assert actions["outcome"].tolist() == ["pending", "helped", "no_effect"]
-    assert actions["read-back"].tolist() == ["pending", "ok", "failed"]
+    assert actions["what became of it"].tolist() == ["only proposed", "done", "done, but not in force"]
+    assert actions["done at"].tolist() == ["-", "170", "156"]
+    assert actions["read back"].tolist() == ["-", "ok", "failed"]
+    assert actions["effect"].tolist() == ["-", "helped", "no effect"]
     assert actions.iloc[1]["rule"] == "frozen-scale"
 
 
@@ -107,8 +109,14 @@ def test_the_abandoned_timeline_is_grey_and_marks_sit_at_their_steps(root):
     assert array(abandoned["x"]).tolist() == list(range(140, 171))
     assert abandoned["line"]["color"] != kept["line"]["color"]
     assert array(traces["finding (act)"]["x"]).tolist() == [154]
-    assert array(traces["action applied"]["x"]).tolist() == [156, 170]
-    assert array(traces["action not applied"]["x"]).tolist() == [200]
+    assert array(traces["action done"]["x"]).tolist() == [156, 170]
+    assert array(traces["action not done"]["x"]).tolist() == [200]
+    open_star, star = traces["action not done"]["marker"], traces["action done"]["marker"]
+    assert open_star["size"] > star["size"], "it is seen around a filled one at the same place"
+    assert list(traces).index("action not done") > list(traces).index("action done"), "and lies on top"
+    (told,) = traces["action not done"]["customdata"]
+    assert "only proposed" in told
+    assert "pending" not in told
 
 
 def test_the_heat_map_shows_clipping_bf16_and_leaves_the_unobserved_empty(root):
@@ -180,6 +188,19 @@ def test_a_run_that_is_kept_in_memory_is_named_as_such(root):
     (folder / "endpoint.json").write_text('{"pid": 1, "socket": "", "metrics_url": "", "store": ""}')
     page = open_page()
     assert "no place to write" in page.warning[0].value
+
+
+def test_a_clusters_run_is_said_to_be_in_redis(root):
+    folder = root / "runs" / "r"
+    folder.mkdir(parents=True)
+    place = endpoint.Endpoint(
+        run="r", pid=1, host="h", socket="", metrics_url="", store="", redis="rediss://redis.example:6379/0"
+    )
+    endpoint.write(root, place)
+    page = open_page()
+    assert not page.warning
+    for part in ("`rediss://redis.example:6379/0`", "FP8WATCH_REDIS_URL", "fp8watch runs show", "actions list"):
+        assert part in page.info[0].value
 
 
 # case: UI-03

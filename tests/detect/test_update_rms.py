@@ -67,5 +67,7 @@ def test_updates_as_large_as_a_tenth_of_the_parameters_are_acted_on_in_warm_up_t
     ]
     (found,) = [f for f in findings(steps) if f.severity == "act"]
     assert (found.detector, found.cause, found.step, found.onset_step) == ("update_rms", "optimisation", 6, 4)
+    brief = [scalars(i + 1, update_ratio=r) for i, r in enumerate([0.14, 0.12, 0.09, 0.095])]
+    assert findings(brief) == [], "two steps over it are no case, from the first step on"
     healthy = [scalars(i + 1, update_ratio=r) for i, r in enumerate([0.055, 0.05, 0.04] * 20)]
     assert findings(healthy) == []

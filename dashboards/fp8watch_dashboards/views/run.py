@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from fp8watch import run_words
 from fp8watch.transport import endpoint as endpoints
 from fp8watch_dashboards import figures, places, queries
 from fp8watch_dashboards.timeline import TimelineReader
@@ -18,6 +19,8 @@ from fp8watch_dashboards.timeline import TimelineReader
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2
+PICKER_PIXELS = 480
+"""Room for about 55 letters of a run's name."""
 ALL_BLOCKS = "all"
 EVERY_ATTEMPT = "worst of all attempts"
 SURVIVING = "surviving timeline"
@@ -57,9 +60,10 @@ def page() -> None:
         return
     names = [place.run for place in listing.places]
     wanted = st.query_params.get("run")
-    picker, axis, _ = st.columns([3, 2, 5], vertical_alignment="bottom")
-    run = picker.selectbox("Run", names, index=names.index(wanted) if wanted in names else 0, key="run")
-    is_log = axis.toggle("Loss on a log axis", key="is_log")
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        index = names.index(wanted) if wanted in names else 0
+        run = st.selectbox("Run", names, index=index, key="run", width=PICKER_PIXELS)
+        is_log = st.toggle("Loss on a log axis", key="is_log", width="content")
     st.query_params["run"] = run
     _live(listing.places[names.index(run)], is_log)
 
@@ -67,6 +71,13 @@ def page() -> None:
 @st.fragment(run_every=f"{REFRESH_SECONDS}s")
 def _live(place: places.RunPlace, is_log: bool) -> None:
     """The part that follows the run."""
+    if place.store is None and place.endpoint.redis:
+        st.info(
+            f"The records of this run are in the cluster's Redis, `{place.endpoint.redis}`, which the console does not "
+            "read. With `FP8WATCH_REDIS_URL` set, these do: `fp8watch runs show`, `fp8watch incident list` and "
+            f"`fp8watch actions list`, each with `{place.run}`. /metrics of agent and controller show it too."
+        )
+        return
     if place.store is None:
         st.warning("The agent of this run found no place to write its store: only /metrics shows it.")
         return
@@ -93,8 +104,8 @@ def _header(view: queries.RunView) -> None:
     colour = STATE_COLOURS.get(header.state, "gray")
     st.subheader(f"{view.record.run}  :{colour}-badge[{header.state}]")
     notes = []
-    if view.record.reason not in ("", "end"):
-        notes.append(view.record.reason)
+    if reason := run_words.reason(view.record):
+        notes.append(reason)
     if header.state == "running" and header.last_frame_unix is not None:
         notes.append(f"last step {queries.duration_text(time.time() - header.last_frame_unix)} ago")
     if not header.armed:
@@ -103,21 +114,20 @@ def _header(view: queries.RunView) -> None:
         notes.append(f"{header.num_open_actions} action(s) proposed and not applied")
     if notes:
         st.caption("; ".join(notes))
-    columns = st.columns(6)
-    columns[0].metric("Step", f"{header.step:,}")
-    columns[1].metric("Attempt", header.attempt)
-    columns[2].metric(
-        "Last finite loss",
-        "none yet" if header.loss is None else f"{header.loss:.4f}",
-        help=None if header.loss_step is None else f"At step {header.loss_step}.",
-    )
-    columns[3].metric("Policy mode", header.policy_mode, help=f"Policy: {header.policy_name}")
-    columns[4].metric(
-        "FP8 modules seen",
-        f"{header.observed_modules} of {header.expected_modules}",
-        help="Modules whose scales are observed, of those that exist.",
-    )
-    columns[5].metric("In BF16 now", "not known" if header.bf16_modules is None else header.bf16_modules)
+    # Each as wide as its words, and the row breaks where the window ends: a metric in a column is cut off.
+    with st.container(horizontal=True, gap="medium"):
+        _metric("Step", f"{header.step:,}")
+        _metric("Attempt", str(header.attempt))
+        loss = "none yet" if header.loss is None else f"{header.loss:.4f}"
+        _metric("Last finite loss", loss, None if header.loss_step is None else f"At step {header.loss_step}.")
+        _metric("Policy mode", header.policy_mode, f"Policy: {header.policy_name}")
+        seen = f"{header.observed_modules} of {header.expected_modules}"
+        _metric("FP8 modules seen", seen, "Modules whose scales are observed, of those that exist.")
+        _metric("In BF16 now", "not known" if header.bf16_modules is None else str(header.bf16_modules))
+
+
+def _metric(label: str, value: str, told: str | None = None) -> None:
+    st.metric(label, value, help=told, width="content")
 
 
 def _loss(view: queries.RunView, is_log: bool) -> None:
@@ -141,7 +151,7 @@ def _headroom(view: queries.RunView) -> None:
     timeline = view.timeline
     blocks = list(dict.fromkeys(block for block, _ in timeline.tensors))
     attempts = sorted(timeline.first_step_of_attempt)
-    left, right, _ = st.columns([3, 3, 4])
+    left, right, _ = st.columns([3, 3, 2])
     block = left.selectbox("Block", [ALL_BLOCKS, *blocks], key="block")
     choices = {EVERY_ATTEMPT: timeline.points, SURVIVING: timeline.surviving()}
     choices |= {f"attempt {n}": [p for p in timeline.points if p.attempt == n] for n in attempts}

@@ -8,6 +8,7 @@ run files.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from fp8watch.errors import BadInput
@@ -33,6 +34,13 @@ def open_path(source: Path | str) -> list[Recording]:
 
     Raises `BadInput` for what no reader knows, `MissingDependency` for what needs a package.
     """
+    is_url = isinstance(source, str) and cluster.is_url(source)
+    place = cluster.without_secrets(str(source)) if is_url else str(source)
+    # Those from a folder know their own files.
+    return [item if item.place else dataclasses.replace(item, place=place) for item in _open(source)]
+
+
+def _open(source: Path | str) -> list[Recording]:
     if isinstance(source, str) and cluster.is_url(source):
         return cluster.read(source)
     if source == "":  # a variable of the shell that was not set; `Path` takes it for the current folder
