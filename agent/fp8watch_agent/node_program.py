@@ -102,7 +102,7 @@ class NodeProgram:
             metrics_url=self._metrics_url,
             socket_path=self._options.socket,
             directory=self._options.directory,
-            store="",
+            redis=self.shown,
             forget=forget,
             learn_term=lambda term: self.uplink.learn_term(run, term),
         )

@@ -53,7 +53,7 @@ class NodeSession:
         metrics_url: str,
         socket_path: Path,
         directory: Path,
-        store: str,
+        redis: str,
         forget: Callable[[], None] = lambda: None,
         learn_term: Callable[[int], None] = lambda term: None,
     ) -> None:
@@ -73,7 +73,7 @@ class NodeSession:
         self._ledger: dict[str, LedgerUpdate] = {}
         self._endpoint = Endpoint(
             run=run, pid=os.getpid(), host=socket.gethostname(), socket=str(socket_path), metrics_url=metrics_url,
-            store=store, started_unix=time.time(),
+            store="", redis=redis, started_unix=time.time(),
         )  # fmt: skip
         targets.announce(self._directory, self._endpoint)
 

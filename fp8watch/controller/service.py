@@ -342,7 +342,7 @@ class RunController:
         genuine, forged = sort_approvals(approvals, self._approval_ring, run.refused)
         if forged:
             self.ignored["forged approval"] += forged
-            logger.warning("run %s: %d approvals not signed by a console do not count", run.record.run, forged)
+            logger.warning("run %s: %d approvals not signed by a command line do not count", run.record.run, forged)
         return genuine
 
     # The store

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch.distributed as dist
@@ -21,17 +22,17 @@ def of_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -
 
 def number(name: str, value: Any, least: float, most: float) -> None:
     """A finite number within bounds, both included."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: a number is wanted, got {_shown(value)}")
-    if not math.isfinite(value) or not least <= value <= most:
+    if not math.isfinite(value) or not least <= float(value) <= most:
         raise ValueError(f"{name}: from {least:g} to {most:g} is wanted, got {value}")
 
 
 def whole(name: str, value: Any, least: int, most: int) -> None:
     """A whole number within bounds, both included."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: a whole number is wanted, got {_shown(value)}")
-    if not least <= value <= most:
+    if not least <= int(value) <= most:
         raise ValueError(f"{name}: from {least} to {most} is wanted, got {value}")
 
 
@@ -39,6 +40,12 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> None:
     """One of these names."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}: {' or '.join(map(repr, known))} is wanted, got {_shown(value)}")
+
+
+def function(name: str, value: Any, signature: str) -> None:
+    """Something to call, and not a class; `signature` says how, in words."""
+    if isinstance(value, type) or not callable(value):
+        raise TypeError(f"{name}: a function {signature} is wanted, got {_shown(value)}")
 
 
 def module(name: str, value: Any) -> None:

@@ -47,8 +47,8 @@ def convert(
     checks.module("model", model)
     recipe = DelayedScaling() if recipe is None else recipe
     checks.of_kind("recipe", recipe, DelayedScaling, "fp8watch.emulation.DelayedScaling(...)")
-    if filter is not None and (isinstance(filter, type) or not callable(filter)):
-        checks.of_kind("filter", filter, (), "a function filter(name, linear) that says whether a layer is converted")
+    if filter is not None:
+        checks.function("filter", filter, "filter(name, linear) that says whether a layer is converted")
     group = AmaxGroup(amax_group)
     chosen = _chosen(model, fits_hardware if filter is None else filter)
     for module in chosen.values():

@@ -116,7 +116,7 @@ def assemble(arguments: Arguments) -> Made:
     text = report.lines(
         identity=identity, layout=session.recorder.layout, framework=found.framework,
         policy_name=arguments.policy_name, mode=arguments.policy.mode, capabilities=session.capabilities(),
-        directory=folder, disarmed=session.disarm.reason(),
+        directory=folder, agent=settings.agent, disarmed=session.disarm.reason(),
     )  # fmt: skip
     return Made(watch=Watch(session, boundary), session=session, report=text)
 

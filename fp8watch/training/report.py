@@ -26,11 +26,16 @@ def lines(
     mode: str,
     capabilities: Mapping[str, str],
     directory: Path,
+    agent: str | None = None,
     disarmed: str | None = None,
 ) -> list[str]:
-    """The report, a few lines of plain text. `disarmed`: why nothing may act, whatever the policy says."""
+    """The report, a few lines of plain text. `directory`: the run's folder of this process. `agent`: address of the
+    node's agent, which keeps the records then. `disarmed`: why nothing may act, whatever the policy says."""
     rank = f", rank {identity.rank} of {identity.world_size}" if identity.world_size > 1 else ""
-    text = [f"fp8watch: run {identity.run}{rank}, policy {policy_name} ({mode}), records in {directory}"]
+    kept = f"records in {directory}" if agent is None else f"records with the agent at {agent}"
+    text = [f"fp8watch: run {identity.run}{rank}, policy {policy_name} ({mode}), {kept}"]
+    if agent is not None:
+        text.append(f"  the agent keeps them in its --dir, or in its cluster's Redis; in {directory}: journal and lock")
     if disarmed is not None and mode != "observe":
         text.append(f"  nothing acts: {disarmed}")
     if layout.columns:

@@ -32,7 +32,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
     metrics_url: str
     store: str
-    """Absolute path of the SQLite file; empty when the store is in the process's memory only."""
+    """Absolute path of the SQLite file; empty when the store is in the process's memory only, or in `redis`."""
+    redis: str = ""
+    """Address of the Redis that holds the records, without user and password; empty for a store of one machine."""
     state: Literal["live", "ended"] = "live"
     started_unix: float = 0.0
 

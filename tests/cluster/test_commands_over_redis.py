@@ -24,6 +24,7 @@ def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[parts.Red
     made = parts.Redis(tmp_path / "redis")
     made.start()
     monkeypatch.setenv("FP8WATCH_REDIS_URL", made.url)
+    monkeypatch.setenv("FP8WATCH_APPROVAL_KEY", "k" * 32)
     store = made.store()
     store.append(
         "r",

@@ -18,6 +18,7 @@ from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import ActionRecord, Command, Finding, LedgerUpdate
 from fp8watch.security import KeyRing, Signer, approvals
 from fp8watch.security.envelope import Envelope, Sealer
+from fp8watch.transport import endpoint
 
 pytestmark = pytest.mark.redis
 COMMANDS, FRAMES, CONSOLE = (
@@ -75,11 +76,11 @@ def test_forged_commands_frames_approvals_and_memory_get_nothing_done(tmp_path: 
         verdict = Approval(run="r", action_id=action.id, verdict="approve", by="nobody", time_unix=time.time())
         store.approve(verdict)
         job.train(3)
-        wait_for(lambda: "not signed by a console" in controller.text(), what="a refusal")
+        wait_for(lambda: "not signed by a command line" in controller.text(), what="a refusal")
         store.approve(approvals.sign(verdict, COMMANDS))
-        wait_for(lambda: controller.text().count("not signed by a console") >= 2, what="a second refusal")
+        wait_for(lambda: controller.text().count("not signed by a command line") >= 2, what="a second refusal")
         time.sleep(1.2)  # looked at again and again while the action waits, and said once
-        assert controller.text().count("not signed by a console") == 2
+        assert controller.text().count("not signed by a command line") == 2
         assert actions(store)[0].status == "waiting"
         assert rank.applied == []
 
@@ -120,4 +121,7 @@ def test_without_keys_nothing_acts_and_it_is_said(tmp_path: Path) -> None:
         assert "only observes" in controller.text()
         assert {action.status for action in actions(store)} <= {"proposed"}
         assert job.ranks[0].applied == []
+        place = endpoint.read(made.folder / "n0", "r")
+        assert place is not None
+        assert (place.store, place.redis) == ("", store.link.shown), "the node's folder says where the records are"
         store.close()
