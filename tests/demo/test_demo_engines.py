@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 import pytest
-import standin_te
+import double_te
 import torch
 import typer
 from typer.testing import CliRunner
@@ -31,8 +31,8 @@ FAULT_STEP = 4
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> type[standin_te.FP8GlobalStateManager]:
-    return standin_te.install(monkeypatch)
+def manager(monkeypatch: pytest.MonkeyPatch) -> type[double_te.FP8GlobalStateManager]:
+    return double_te.install(monkeypatch)
 
 
 # --- which ---------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_a_library_that_cannot_be_loaded_is_told_and_done_without(error: Excepti
 
 
 def test_a_gpu_without_fp8_and_an_old_library_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    standin_te.install(monkeypatch, problem="Device compute capability 8.9 or higher required.")
+    double_te.install(monkeypatch, problem="Device compute capability 8.9 or higher required.")
     assert choose("cuda").told == "FP8 is emulated on the GPU: Device compute capability 8.9 or higher required."
     monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "autocast")
     assert choose("cuda").engine == "emulation"
@@ -107,7 +107,7 @@ def test_linears_of_the_blocks_are_the_librarys_and_hold_what_they_held() -> Non
     model = GPT(shape)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine("transformer_engine").convert(model, amax_history_len=4)
-    theirs = [name for name, module in model.named_modules() if isinstance(module, standin_te.Linear)]
+    theirs = [name for name, module in model.named_modules() if isinstance(module, double_te.Linear)]
     assert theirs == layer_names(shape)
     assert type(model.head) is torch.nn.Linear
     after = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
@@ -132,7 +132,7 @@ def losses_of(config: TrainingConfig) -> list[float]:
     return losses
 
 
-def test_it_trains_as_the_emulation_does(manager: type[standin_te.FP8GlobalStateManager]) -> None:
+def test_it_trains_as_the_emulation_does(manager: type[double_te.FP8GlobalStateManager]) -> None:
     theirs, ours = losses_of(TINY), losses_of(msgspec.structs.replace(TINY, engine="emulation"))
     assert theirs == pytest.approx(ours, rel=1e-4)
     (recipe,) = manager.recipes_seen
@@ -201,7 +201,7 @@ def test_a_scale_written_into_a_frozen_state_takes_effect_and_stays() -> None:
 
 
 def test_a_named_layer_alone_is_frozen_and_the_rest_is_updated(
-    manager: type[standin_te.FP8GlobalStateManager],
+    manager: type[double_te.FP8GlobalStateManager],
 ) -> None:
     seen = run("frozen-scale", layer=OTHER, config=msgspec.structs.replace(TINY, peak_lr=0.3, amax_history_len=2))
     step = FAULT_STEP - 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import standin_te
+import double_te
 import torch
 import torch.nn.functional as F
 
@@ -29,7 +29,7 @@ LAYER = "blocks.0.mlp.down"
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
-    standin_te.install(monkeypatch)
+    double_te.install(monkeypatch)
 
 
 class Run:
@@ -40,7 +40,7 @@ class Run:
         self.model, self.optimizer = self.training.model, self.training.optimizer
         controls = TeControls(
             self.model,
-            library=SimpleNamespace(autocast=standin_te.autocast),
+            library=SimpleNamespace(autocast=double_te.autocast),
             quantization=SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(global_amax_buffer={})),
         )
         parts = TrainingParts(

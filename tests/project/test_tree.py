@@ -33,3 +33,13 @@ def test_tracked_files_stay_small() -> None:
 def test_every_case_named_by_a_test_is_spelled_like_one() -> None:
     named = [m for p in tracked("tests/*.py") for m in re.findall(r"# case" + r": *(.*)", p.read_text())]
     assert all(re.fullmatch(r"[A-Z]{2,3}-\d\d(, [A-Z]{2,3}-\d\d)*", m.strip()) for m in named), named
+
+
+def test_no_two_areas_of_the_tests_have_a_module_of_one_name():
+    """pytest puts every area on the path: the first one that is imported would stand for both."""
+    names = [
+        path.stem
+        for path in (ROOT / "tests").glob("*/*")
+        if path.stem != "conftest" and (path.suffix == ".py" or any(path.glob("*.py")))
+    ]
+    assert {name for name in names if names.count(name) > 1} == set()
