@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+import double_te
 import msgspec
 import pytest
-import double_te
 import torch
 import typer
 from typer.testing import CliRunner

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import double_te
+import pytest
 import torch
 import torch.nn.functional as F
 
