@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 IDLE_SECONDS = 0.02
 """How long a queued message may wait. Polled: waking this thread by a system call would cost the training
 thread its hold on the interpreter."""
+PAUSE_SECONDS, SHORT_PAUSE_SECONDS = 0.001, 0.0001
+"""After each message of a backlog; the short one where frames would be lost otherwise. A thread that lets go of the
+interpreter for a system call only has it back before another one has woken up: without a pause the training thread
+waits for `sys.getswitchinterval()`, 5 ms, each time it wants it."""
 FIRST_RETRY_SECONDS = 0.05
 MAX_RETRY_SECONDS = 1.0
 STABLE_SECONDS = 2.0
@@ -218,6 +222,7 @@ class Link(threading.Thread):
                 if not self._pending and self._current is not None:
                     self._opening.passed(self._current)
                     self._current = None
+                    self._pause()
             elif events and not events[0][1] & select.POLLIN:  # hung up or in error, nothing left to read
                 self._disconnect()
         except BlockingIOError:
@@ -225,6 +230,12 @@ class Link(threading.Thread):
         except OSError as error:
             logger.debug("connection to %s broke: %s", self._address, error)
             self._disconnect()
+
+    def _pause(self) -> None:
+        """Between the messages of a backlog, for the sake of the training thread; not once it has ended."""
+        if left := len(self._queue):
+            is_late = 2 * left > self._settings.queue_frames
+            self._stopping.wait(SHORT_PAUSE_SECONDS if is_late else PAUSE_SECONDS)
 
     def _load_next(self) -> None:
         outgoing = self._preamble.popleft() if self._preamble else self._queue.take()

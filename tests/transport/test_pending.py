@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from fp8watch.capture.arrived import Arrived
 from fp8watch.capture.frames import FrameParts, StepNote
 from fp8watch.records import Layout, StepFrame
-from fp8watch.transport.link import Link
+from fp8watch.transport.link import PAUSE_SECONDS, SHORT_PAUSE_SECONDS, Link
 from fp8watch.transport.pending import PendingFrame, as_message
 from fp8watch.transport.queue import OutgoingQueue
 
@@ -92,3 +93,21 @@ def test_a_frame_that_cannot_be_made_is_counted_and_the_next_goes_out(tmp_path: 
     assert link._current.step == 2
     with pytest.raises(RuntimeError):
         PendingFrame(Parts(1, fail)).frame()
+
+
+@pytest.mark.parametrize(("room", "pause"), [(256, PAUSE_SECONDS), (4, SHORT_PAUSE_SECONDS)])
+def test_the_training_thread_gets_its_turn_between_the_messages_of_a_backlog(room, pause, tmp_path, monkeypatch):
+    queue = OutgoingQueue(room)
+    for step in range(4):
+        queue.put(PendingFrame(Parts(step)), "queue_full")
+    settings = SimpleNamespace(queue_frames=room)
+    link = Link(address=tmp_path / "s", settings=settings, queue=queue, process=None)  # type: ignore[arg-type]
+    pauses: list[float] = []
+    monkeypatch.setattr(link._stopping, "wait", pauses.append)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        for _ in range(4):
+            link._exchange(ours)
+    assert pauses[0] == pause
+    assert len(pauses) == 3  # nothing is left behind the last one
