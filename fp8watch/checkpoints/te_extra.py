@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fp8watch.capture.te.states import is_stateful
+
 WRAPPER = "_checkpoint_wrapped_module."
 """In the names of modules that torch recomputes, and not in those of a state dict."""
 FORWARD_SLOTS = 3
@@ -26,7 +28,7 @@ def without_pickles(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[st
     theirs = {
         f"{name}._extra_state".lstrip(".").replace(WRAPPER, "")
         for name, module in model.named_modules()
-        if _is_theirs(module)
+        if is_stateful(module)
     }
     empty = torch.empty(0, dtype=torch.uint8)
     return {key: empty if key in theirs else value for key, value in state.items()}
@@ -54,7 +56,3 @@ def make_room(
         module.init_fp8_meta_tensors(meta["recipe"])
         made.append(name)
     return made
-
-
-def _is_theirs(module: torch.nn.Module) -> bool:
-    return isinstance(getattr(module, "fp8_meta", None), dict) or hasattr(module, "_fp8_metas")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from fp8watch.training.report import listed
+
 SHOWN = 4
 """Names in a message; of more it is said how many."""
 LAZY = "not initialised (lazy modules): run one forward, then make the optimizer and attach"
@@ -54,9 +56,6 @@ def _is_on_meta(parameter: torch.Tensor) -> bool:
 
 def _reasons(lazy: Sequence[str], meta: Sequence[str]) -> str | None:
     found = [(names, why) for names, why in ((lazy, LAZY), (meta, META)) if names]
-    return "; ".join(f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {why}" for names, why in found) or None
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return (
+        "; ".join(f"{listed(names, SHOWN)} {'is' if len(names) == 1 else 'are'} {why}" for names, why in found) or None
+    )

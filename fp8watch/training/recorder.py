@@ -27,6 +27,7 @@ from fp8watch.capture.update_size import UpdateSize, UpdateSums
 from fp8watch.records import Layout, TensorColumn
 from fp8watch.training.foreign import attribute
 from fp8watch.training.guard import Guard
+from fp8watch.training.report import listed
 from fp8watch.transport.pending import PendingFrame
 
 BYTES_A_TENSOR = 208
@@ -184,7 +185,7 @@ class Recorder:
     def _miss_gradients(self) -> None:
         if names := self._missing.look():
             self.not_observed(
-                f"gradient of {_named(names)}", f"none in {PATIENCE} updates, though trained: is it used?"
+                f"gradient of {listed(names, MOST_NAMES)}", f"none in {PATIENCE} updates, though trained: is it used?"
             )
 
     def _take_skipped(self) -> None:
@@ -244,9 +245,11 @@ class Recorder:
         for name in checked.nonfinite[:MOST_NAMES]:
             self.scalars.put(f"bad_parameter:{name}", 1.0)
         if checked.nonfinite:
-            self._note(f"before the first update {_named(checked.nonfinite)} held NaN or infinity: bad before training")
+            names = listed(checked.nonfinite, MOST_NAMES)
+            self._note(f"before the first update {names} held NaN or infinity: bad before training")
         if checked.zero:
-            self._note(f"before the first update {_named(checked.zero)} held nothing but zeros (adapters start so)")
+            names = listed(checked.zero, MOST_NAMES)
+            self._note(f"before the first update {names} held nothing but zeros (adapters start so)")
 
     def _take_loss(self, loss: Any) -> None:
         try:
@@ -387,8 +390,3 @@ class Recorder:
         self._guard.call("closer look detach", self.closer.detach)
         if self._source is not None:
             self._guard.call(f"{self._source.name} detach", self._source.detach)
-
-
-def _named(names: list[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fp8watch.identity import Identity
@@ -57,6 +57,12 @@ def lines(
         text.append("  unavailable actions:")
         text.extend(f"    {', '.join(actions)}: {reason}" for reason, actions in by_reason.items())
     return text
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """`a, b and 3 more`: the first `most` of them."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shorten(names: list[str], separator: str) -> str:

@@ -39,9 +39,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no open
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     tls_servers.make_certificates(folder)
-    tls_servers.openssl(
-        folder, "ec", "-in", "server.key", "-aes256", "-passout", "pass:secret", "-out", "protected.key"
-    )
+    tls_servers.protect(folder, "server", "protected")
     (folder / "password").write_text("prometheus:open sesame\n")
     (folder / "none").write_text("prometheus\n")
     return folder

@@ -60,9 +60,7 @@ class Served:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     tls_servers.make_certificates(folder)
-    tls_servers.openssl(
-        folder, "ec", "-in", "server.key", "-aes256", "-passout", "pass:secret", "-out", "protected.key"
-    )
+    tls_servers.protect(folder, "server", "protected")
     return folder
 
 

@@ -33,6 +33,11 @@ def certificate(folder: Path, name: str, signer: str, subject: str) -> None:
     )  # fmt: skip
 
 
+def protect(folder: Path, name: str, copy: str) -> None:
+    """A copy of a private key that takes a password."""
+    openssl(folder, "ec", "-in", f"{name}.key", "-aes256", "-passout", "pass:secret", "-out", f"{copy}.key")
+
+
 class TlsServer(redis_servers.Server):
     """Speaks TLS only; asks its clients for a certificate of `ours`."""
 
