@@ -1,4 +1,4 @@
-"""The run that `test_prometheus` and `test_prometheus_alerts` look at: made once, for it takes seconds.
+"""The run that `test_prometheus` and `test_prometheus_alerts` look at: each its own, for the second ends its run.
 
 Certificates are made by what makes them for the stores' tests.
 """
@@ -15,7 +15,7 @@ from scraped import ScrapedRun
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def scraped_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScrapedRun]:
     run = ScrapedRun(tmp_path_factory.mktemp("prometheus"))
     try:

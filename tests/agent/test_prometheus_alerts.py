@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Iterator
 
 import hand_made as make
 import pytest
@@ -22,9 +21,8 @@ pytestmark = pytest.mark.prometheus
 
 
 @pytest.fixture(scope="module")
-def run(scraped_run: ScrapedRun) -> Iterator[ScrapedRun]:
-    yield scraped_run
-    scraped_run.end()
+def run(scraped_run: ScrapedRun) -> ScrapedRun:
+    return scraped_run
 
 
 def test_alerts_fire_on_the_flag_and_no_rule_errs(run: ScrapedRun) -> None:  # case: PRM-11
