@@ -1,4 +1,4 @@
-"""The training process that `bench/faults.py` watches: unpaced, and timed on its own thread.
+"""The training process that `bench/faults.py` watches, timed on its own thread.
 
     python bench/fault_trainer.py RESULT [--kind plain|nonfinite]
 
@@ -8,6 +8,11 @@ CPU time of the thread; and own time. Where the thread gave its core up of itsel
 what the kernel says the process's threads waited for a core (`/proc/self/task/*/schedstat`); where it did not, it has
 blocked on nothing, and own time is its CPU time. So own time holds every lock, sleep and system call, and neither the
 machine's other work nor a virtual machine that is stopped for a moment.
+
+Steps come in turns of two kinds. `HURRIED` ones follow each other without a pause, as a rank that its own host holds
+up: the interpreter is never free, so whatever of fp8watch wants it is in training's way. In each of the `PACED` ones
+the thread waits `DEVICE_SECONDS`, as for a GPU's work: those tell how much longer a run takes, for most of such a
+step does not depend on how fast this machine's cores happen to be at the moment.
 
 `nonfinite`: while a file with the suffix `.on` is there, every gradient holds at least 10,000 values that are not
 finite, and the update is left out, as a loop that checks would do.
@@ -19,13 +24,16 @@ import argparse
 import json
 import os
 import resource
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-SIZE = 384
-"""Of the model: about 8 ms a step on one core, 590,000 parameters."""
-FIELDS = ("began", "wall", "own", "inside_wall", "inside_own", "inside_cpu")
+SIZE, BATCH = 128, 32
+"""Of the model: about 2 ms a step on one core, 66,000 parameters."""
+HURRIED, PACED = 20, 10
+DEVICE_SECONDS = 0.04
+FIELDS = ("began", "wall", "own", "inside_wall", "inside_own", "inside_cpu", "is_paced")
 
 
 class Waited:
@@ -54,13 +62,20 @@ class Waited:
             os.close(self._files.pop(name))
 
     def __call__(self) -> float:
-        total = 0
-        for file in self._files.values():
-            try:
-                total += int(os.pread(file, 96, 0).split()[1])
-            except OSError:  # the thread has ended: left out from the next `refresh` on
-                continue
-        return total / 1e9
+        return sum(map(_waited, self._files.values())) / 1e9
+
+    def own(self) -> float:
+        """Of the calling thread alone."""
+        file = self._files.get(str(threading.get_native_id()))
+        return 0.0 if file is None else _waited(file) / 1e9
+
+
+def _waited(file: int) -> int:
+    """Nanoseconds; 0 for a thread that has ended, which is left out from the next `refresh` on."""
+    try:
+        return int(os.pread(file, 96, 0).split()[1])
+    except OSError:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +100,17 @@ def now(waited: Waited) -> Moment:
     return Moment(time.monotonic(), time.thread_time(), waited(), blocked)
 
 
+def wait_for_device(waited: Waited) -> tuple[float, float]:
+    """Wall and own seconds until the thread runs again: the interpreter's lock it waits for counts, a core does not.
+
+    Only its own wait for a core is left out: what fp8watch's threads do meanwhile holds up nobody.
+    """
+    wall, core = time.monotonic(), waited.own()
+    time.sleep(DEVICE_SECONDS)
+    wall = time.monotonic() - wall
+    return wall, wall - (waited.own() - core)
+
+
 def train(result: Path, kind: str) -> None:
     import torch
     from torch import nn
@@ -97,7 +123,7 @@ def train(result: Path, kind: str) -> None:
     model = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.SiLU(), nn.Linear(2 * SIZE, SIZE))
     convert(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    inputs, targets = torch.randn(64, SIZE), torch.randn(64, SIZE)
+    inputs, targets = torch.randn(BATCH, SIZE), torch.randn(BATCH, SIZE)
     watch = fp8watch.attach(model, optimizer, policy="observe")
     stop, on, waited = result.with_suffix(".stop"), result.with_suffix(".on"), Waited()
     rows: list[tuple[float, ...]] = []
@@ -116,11 +142,15 @@ def train(result: Path, kind: str) -> None:
         if not is_bad:
             optimizer.step()
         optimizer.zero_grad()
+        done = now(waited)
+        is_paced = step % (HURRIED + PACED) >= HURRIED
+        device = wait_for_device(waited) if is_paced else (0.0, 0.0)
         before = now(waited)
         watch.step(loss)
-        after = now(waited)
-        wall, own, _ = began.until(after)
-        rows.append((began.wall, wall, own, *before.until(after)))
+        inside = before.until(now(waited))
+        parts = (began.until(done), device, inside)
+        wall, own = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        rows.append((began.wall, wall, own, *inside, is_paced))
         if step == 1 or step % 50 == 0:
             result.with_suffix(".step").write_text(str(step))
     watch.detach()

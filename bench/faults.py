@@ -123,8 +123,15 @@ def run(made: Scene, fault: Fault, window: float) -> dict[str, Any]:
         "on_seconds": [round(end - begin, 2) for begin, end in on], "frames_missing": steps - steps_kept(made),
         "frames_that_may_be_lost": fault.may_lose, "recovered_seconds": recovered, "metric": shown,
         "line": lines[0][-220:] if lines else "", "wants_metric": bool(fault.metric), "wants_line": bool(fault.line),
-        "errors": text.count("Traceback"),
+        "errors": text.count("Traceback"), "first_error": first_error(text),
     }  # fmt: skip
+
+
+def first_error(text: str) -> str:
+    """The end of the first traceback in the logs."""
+    _, found, rest = text.partition("Traceback")
+    lines = [line for line in rest.splitlines() if line and not line.startswith((" ", " ("))] if found else []
+    return "".join(lines[1:2])[:200]
 
 
 def idle(trainer: subprocess.Popen[bytes], seconds: float) -> None:
@@ -193,7 +200,7 @@ def judged(made: Scene) -> int:
 def judge_all(known: dict[str, dict[str, Any]]) -> None:
     for row in known.values():
         if "left_out" not in row:
-            judge(row, known.get("none"))
+            judge(row)
 
 
 if __name__ == "__main__":
