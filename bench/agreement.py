@@ -1,13 +1,13 @@
-"""What agreeing costs a step: the same training steps with and without the vote at each boundary, real ranks on gloo.
+"""What agreeing costs per step: the same training steps with and without the vote at each boundary, real ranks on gloo.
 
     python bench/agreement.py [--ranks 2 4 8] [--blocks 30] [--steps 20] [--out FILE]
 
 Each rank does a fixed piece of work and an all-reduce of gradients, as data-parallel training does; blocks of steps
-with and without the vote alternate in one process. `votes` is the vote at each boundary, started at one and waited for
-at the next; `votes and verdicts` also asks the other ranks before each optimizer step, as while updates may be
-skipped. The bar is on what the training thread spends in these calls, `call_ms`: the median over steps. `added_ms` is
-how much longer a step of a block gets; with fewer cores than threads, as it says under `machine`, that is mostly the
-time other threads take the cores for.
+with and without the vote alternate in one process. `votes` is the vote at each boundary, started at one boundary and
+waited for at the next; `votes and verdicts` also asks the other ranks before each optimizer step, as happens while
+updates may be skipped. The bar is on `call_ms`, what the training thread spends in these calls: the median over steps.
+`added_ms` is how much longer a step of a block gets. With fewer cores than threads (see `machine`), that is mostly time
+in which other threads hold the cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fp8watch.training.agreement.join import join
 
 KINDS = ("votes", "votes and verdicts")
 BARS_MS = {"votes": 1.0, "votes and verdicts": None}
-"""Spent in calls a step, median. Asking before each step has no bar of its own."""
+"""Limit of `call_ms`, the median per step. Asking before each step has no bar of its own."""
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def measure(ranks: int, blocks: int, steps: int) -> list[dict[str, Any]]:
-    """One launch; rank 0's times."""
+    """One launch; returns rank 0's times."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     out = Path(tempfile.mkdtemp()) / "times.json"
@@ -83,7 +83,7 @@ def measure(ranks: int, blocks: int, steps: int) -> list[dict[str, Any]]:
 
 
 def as_rank(blocks: int, steps: int, out: Path) -> int:
-    """One rank's part."""
+    """The part of one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -95,7 +95,7 @@ def as_rank(blocks: int, steps: int, out: Path) -> int:
     calls: list[float] = []
 
     def block(kind: str | None) -> float:
-        """Milliseconds a step."""
+        """Milliseconds per step."""
         nonlocal boundary
         dist.barrier()
         started = time.perf_counter()

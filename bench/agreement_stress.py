@@ -1,4 +1,4 @@
-"""Random sequences of faults and actions on real ranks: all ranks have to come out of each with the same parameters.
+"""Random sequences of faults and actions on real ranks: all ranks must come out of each with the same parameters.
 
     python bench/agreement_stress.py [--sequences 200] [--by-clock 40] [--repeat 2] [--repeat-only N]
                                      [--launches 4] [--ranks 4] [--seed 0] [--out FILE]
@@ -6,17 +6,18 @@
 Each launch plays its share of the sequences one after the other in the same processes (torch takes seconds to load). A
 sequence is a data-parallel training run in emulated FP8 with dropout, a shuffled loader and checkpoints, some twenty
 steps long; commands come over a real socket in the real wire format, at random steps, late on some ranks or never.
-Faults: a slow rank, a rank that cannot do it, a rank on which it fails after the vote, damaged and missing shards, a
-full disk, a connection that is cut, a disarmed rank, a repeated command.
+Faults: a slow rank, a rank that cannot carry out the action, a rank on which it fails after the vote, damaged and
+missing shards, a full disk, a connection that is cut, a disarmed rank, a repeated command.
 
-A rank takes each command in at the boundary that the sequence says (`stress_arrivals.py`), so that a sequence comes to
-the same decisions each time; all are played `--repeat` times, and what every rank held, carried out and answered, with
-steps and reasons, is compared with the first time, and so are the parameters of each step. In `--by-clock` sequences
-more, played once, commands are taken in when they come: there arrivals fall between any two lines of a rank, and frames
-get lost in a connection that is cut. Their decisions depend on the machine; ranks must be alike in them all the same.
+A rank takes each command at the boundary that the sequence says (`stress_arrivals.py`), so a sequence always comes to
+the same decisions. All sequences are played `--repeat` times. What every rank held, carried out and answered, with
+steps and reasons, is compared with the first time, and so are the parameters of each step. `--by-clock` adds sequences,
+played once, in which commands are taken when they arrive: arrivals then fall between any two lines of a rank, and
+frames get lost in a connection that is cut. Their decisions depend on the machine; the ranks must be alike in them all
+the same.
 
-A sequence passes when at each step that all ranks made the parameters are the same on all of them (compared bit by bit
-through a checksum), when all ended alike, when the log of what was carried out, with the steps, is the same on all
+A sequence passes when, at each step that all ranks made, the parameters are the same on all of them (compared bit by
+bit through a checksum), when all ended alike, when the log of what was carried out, with the steps, is the same on all
 ranks, and when no command took more than five steps: `decided_steps` and `known_steps` (`stress_judge.py`).
 """
 
@@ -69,13 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def play_all(names: list[str], chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a sequence, in the order of the names."""
+    """One row per sequence, in the order of the names."""
     rows = [row for at in range(chosen.launches) for row in play(names[at :: chosen.launches], chosen.ranks)]
     return sorted(rows, key=lambda row: names.index(row["name"]))
 
 
 def play(names: list[str], ranks: int) -> list[dict[str, Any]]:
-    """One launch."""
+    """Play these sequences in one launch."""
     if not names:
         return []
     sequences = [draw(name, ranks) for name in names]
@@ -107,7 +108,7 @@ def play(names: list[str], ranks: int) -> list[dict[str, Any]]:
 
 
 def report(rows: list[dict[str, Any]], again: list[list[dict[str, Any]]], chosen: argparse.Namespace) -> dict[str, Any]:
-    """The result: of each sequence the first run, with what the repeats had to say about it."""
+    """The result: the first run of each sequence, with any differences of its repeats."""
     import torch
 
     for row in rows:

@@ -10,7 +10,8 @@ every step; and besides, element counts of every cast one step in ten. A logging
 Transformer Engine's own debug features, each step timed alone. CPU time is that of the training thread inside fp8watch,
 measured apart from the blocks.
 
-Rows of shapes that are not run stay in the result file.
+Rows of shapes that are not run stay in the result file; each row names the code that it was measured with. On one H200
+allow 300 s for the GPU-bound shape, 450 s for the launch-bound one, 200 s for torchao, a minute for many tensors.
 """
 
 from __future__ import annotations
@@ -292,8 +293,10 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     }  # fmt: skip
     if "torchao" in sys.modules:
         versions["torchao"] = sys.modules["torchao"].__version__
+    code = commit() or os.environ.get("FP8WATCH_BENCH_COMMIT", "unknown")
+    rows = [{**row, "code": code} for row in rows]
     report = {
-        "commit": commit() or os.environ.get("FP8WATCH_BENCH_COMMIT", "unknown"),
+        "commit": code,
         "date": datetime.date.today().isoformat(), "versions": versions, "machine": torch.cuda.get_device_name(),
         "command": command, "rows": [row for row in old if row["name"] not in names] + rows,
     }  # fmt: skip

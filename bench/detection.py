@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""What is found in the recorded runs, how early, and which cause it is given.
+"""What is found in the recorded runs, how early, and which cause is named.
 
     python bench/detection.py [--per-run]
 
-Lead times: of every fault in precision or bookkeeping, the steps between the first finding to act on and the loss
-leaving the healthy band. The band is the healthy twin's EMA(20) + 3 sigma of the pointwise difference between the
-healthy seeds; the loss has left it after 5 points in a row above. Where the recording ends before that, the lead is
-at least what is given (`is_censored`).
+Lead times: for every fault in precision or bookkeeping, the steps from the first finding to act on until the loss
+leaves the healthy band. The upper edge of the band is the healthy twin's EMA(20) + 3 sigma of the pointwise difference
+between the healthy seeds; the loss has left it after 5 points in a row above. Where the recording ends before that, the
+lead is at least the number given (`is_censored`).
 
-Confusion matrix: the cause of the first finding to act on since the fault, by true cause; `none`: nothing to act on
-was found. A fault of family `outlier` heals by itself: the right answer is none. Held-out runs have other seeds,
-fault steps and layers than those in view while detectors and attribution were built.
-Reads tests/data/recorded, writes its rows to bench/results/detection.json. A minute on one core.
+Confusion matrix: the cause of the first finding to act on since the fault, by true cause; `none`: nothing to act on was
+found. A fault of family `outlier` heals by itself: the right answer is none. Held-out runs have other seeds, fault
+steps and layers than those known while detectors and attribution were built.
+Reads tests/data/recorded, writes its rows to bench/results/detection.json. Takes a minute on one core.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ EARLY = frozenset({"precision", "bookkeeping"})
 LEAD_BAR = {"gradient-underflow": 30}
 EMA_STEPS, SIGMAS, POINTS_ABOVE, SIGMA_WINDOW = 20, 3.0, 5, 41
 FROM_THE_START = frozenset({"short-warmup"})
-"""Their trouble begins before the step that is noted (the end of the warm-up)."""
+"""Scenarios whose trouble begins before the noted step (the end of the warm-up)."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A recorded run and what the detectors say of it."""
+    """A recorded run and what the detectors find in it."""
 
     run: str
     scenario: str
@@ -57,7 +57,7 @@ class Judged:
     layer: str | None
     is_held_out: bool
     losses: tuple[float, ...]
-    """Of step 1, 2, ..."""
+    """Losses of step 1, 2, ..."""
     acts: tuple[Finding, ...]
     """Findings to act on since the fault."""
     early: tuple[Finding, ...]
@@ -98,19 +98,19 @@ def judge_file(path: Path, scenarios: Iterable[str] | None = None) -> Iterator[J
 
 
 def judge_all(folder: Path = RECORDED, scenarios: Iterable[str] | None = None) -> Iterator[Judged]:
-    """The same of all files."""
+    """All runs of all files, or those of some scenarios."""
     for path in sorted(folder.glob(f"*{frames_file.SUFFIX}")):
         yield from judge_file(path, scenarios)
 
 
 def held_out_files(folder: Path = RECORDED) -> list[Path]:
-    """Files of seeds that are held out."""
+    """Files of held-out seeds."""
     files = sorted(folder.glob(f"*{frames_file.SUFFIX}"))
     return [path for path in files if frames_file.load(path)[0].notes["held_out"]]
 
 
 def band_top(twin: Sequence[float], healthy: Sequence[Sequence[float]]) -> Floats:
-    """Upper edge of the healthy band by step; sigma is taken over `SIGMA_WINDOW` steps and all pairs of seeds."""
+    """Upper edge of the healthy band per step; sigma is taken over `SIGMA_WINDOW` steps and all pairs of seeds."""
     steps = min(map(len, [twin, *healthy]))
     ema = np.empty(steps)
     for i, loss in enumerate(twin[:steps]):
@@ -123,7 +123,7 @@ def band_top(twin: Sequence[float], healthy: Sequence[Sequence[float]]) -> Float
 
 
 def left_band(losses: Sequence[float], top: Floats, since: int) -> int | None:
-    """Step of the fifth point in a row above the band from a step on; None: it stays inside. NaN is above."""
+    """Step of the fifth point in a row above the band from `since` on; None: it stays inside. NaN counts as above."""
     above = 0
     for step in range(since, min(len(losses), len(top)) + 1):
         above = above + 1 if not losses[step - 1] <= top[step - 1] else 0
@@ -189,7 +189,7 @@ def rates(matrix: dict[str, dict[str, int]]) -> dict[str, dict[str, float | None
 
 
 def matrix_row(name: str, judged: Sequence[Judged]) -> dict[str, Any]:
-    """One confusion matrix with what follows from it."""
+    """One confusion matrix with the rates that follow from it."""
     faulty = [each for each in judged if each.truth != "none"]
     wrong = [each for each in judged if not each.is_right]
     return {

@@ -1,4 +1,4 @@
-"""bench/results/detection.json: the sections that several scripts write, each with its command."""
+"""bench/results/detection.json: the sections that several scripts write, each with its own command."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PATH = Path(__file__).parent / "results" / "detection.json"
 
 
 def header(command: str) -> dict[str, Any]:
-    """Where, when and of what."""
+    """The fields that say where, when and of which commit."""
     return head(command, numpy=version("numpy"))
 
 
 def merge(section: str, command: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Replace this script's rows, leave the others'."""
+    """Replace this script's rows, and keep those of the others."""
     report = json.loads(PATH.read_text()) if PATH.exists() else {}
     kept = [row for row in report.get("rows", []) if row["section"] != section]
     head = header(command)

@@ -1,13 +1,13 @@
-"""Kill the active controller again and again at random moments: nothing decided is lost, nothing is done twice.
+"""Kill the active controller again and again at random moments: no decision is lost, and nothing is done twice.
 
     python bench/failover.py [--kills 100] [--seed 1] [--out FILE]
 
-A real Redis, two real agents with a rank each, two real controllers. At a random time after each takeover the active
-one is ended with SIGKILL and another started in its place. The loss of one rank in turn is not finite every 40 steps,
-and the frames of a step come 10 ms apart, so that many kills fall between them. In the end the decision log is compared
-with what the ranks were made to do: every finding of every such step exactly once, every command in the stream once,
-applied by both ranks once and in one order, every answer in the log, every step judged with every frame.
-`takeover_seconds` is from the kill to another's holding the lease; the bar is 5 s.
+A real Redis, two real agents with one rank each, two real controllers. At a random time after each takeover the active
+controller is killed with SIGKILL and another is started in its place. One rank in turn has a non-finite loss every 40
+steps, and the frames of a step arrive 10 ms apart, so that many kills fall between them. In the end the decision log is
+compared with what the ranks were made to do: every finding of every such step exactly once, every command in the stream
+once, applied by both ranks once and in one order, every answer in the log, every step judged with every frame.
+`takeover_seconds` is from the kill until another controller holds the lease; the bar is 5 s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"
 import cluster_parts as parts
 
 from fp8watch import wire
-from fp8watch.controller.cluster.redis_keys import LEASE, RunKeys
+from fp8watch.controller.cluster.redis_keys import RunKeys
 from fp8watch.records import ActionRecord, Command, CommandResult, Finding
 
 BAR_SECONDS = 5.0
@@ -71,24 +71,8 @@ def run(folder: Path, kills: int, dice: random.Random, lease_seconds: float) -> 
 
         thread = threading.Thread(target=train)
         thread.start()
-        took: list[float] = []
-        number = 2
         try:
-            parts.wait_for(lambda: _holder(store), 30, "a controller")
-            for _ in range(kills):
-                for program in programs.values():  # a process that is still starting is no standby
-                    parts.wait_for(lambda program=program: "stands by" in program.text(), 120, "a standby")
-                time.sleep(dice.uniform(0.05, 1.5))
-                holder = _holder(store)
-                while holder not in programs:
-                    holder = _holder(store)
-                programs.pop(holder).kill()
-                killed = time.monotonic()
-                name = f"c{number}"
-                number += 1
-                programs[name] = made.controller(name)
-                parts.wait_for(lambda before=holder: _holder(store) not in ("", before), 60, "a takeover")
-                took.append(time.monotonic() - killed)
+            took = sorted(kill_in_turn(made, store, programs, kills, dice))
             time.sleep(2.0)
         finally:
             stop.set()
@@ -109,7 +93,6 @@ def run(folder: Path, kills: int, dice: random.Random, lease_seconds: float) -> 
         job.close()
         steps = job.step
         store.close()
-    took.sort()
     return {
         "name": "failover", "kills": kills, "steps": steps, "findings": steps // parts.NAN_EVERY,
         "commands": len(job.ranks[0].applied),
@@ -121,8 +104,30 @@ def run(folder: Path, kills: int, dice: random.Random, lease_seconds: float) -> 
     }  # fmt: skip
 
 
+def kill_in_turn(
+    made: parts.Cluster, store: parts.RedisStore, programs: dict[str, Any], kills: int, dice: random.Random
+) -> list[float]:
+    """Kill the active controller `kills` times and start another in its place; seconds that each takeover took."""
+    took = []
+    parts.wait_for(lambda: parts.holder(store), 30, "a controller")
+    for number in range(kills):
+        for program in programs.values():  # a process that is still starting is not a standby yet
+            parts.wait_for(lambda program=program: "stands by" in program.text(), 120, "a standby")
+        time.sleep(dice.uniform(0.05, 1.5))
+        holder = parts.holder(store)
+        while holder not in programs:
+            holder = parts.holder(store)
+        programs.pop(holder).kill()
+        killed = time.monotonic()
+        name = f"c{number + 2}"
+        programs[name] = made.controller(name)
+        parts.wait_for(lambda before=holder: parts.holder(store) not in ("", before), 60, "a takeover")
+        took.append(time.monotonic() - killed)
+    return took
+
+
 def check(store: parts.RedisStore, job: parts.Job) -> list[str]:
-    """What is wrong; empty: nothing lost, nothing repeated."""
+    """What is wrong; empty: nothing was lost or repeated."""
     problems = []
     expected = list(range(parts.NAN_EVERY, job.step + 1, parts.NAN_EVERY))
     findings = [item for item in store.read("r", Finding) if item.detector == "nonfinite"]
@@ -143,7 +148,7 @@ def check(store: parts.RedisStore, job: parts.Job) -> list[str]:
     applied = [[(c.id, c.verb) for c in rank.applied] for rank in job.ranks]
     if applied[0] != applied[1]:
         problems.append(f"ranks differ: {applied}")
-    # What was decided from steps that waited for the takeover may be too late for the ranks: they say so.
+    # Decisions from steps that waited for the takeover may reach the ranks too late, and they say so.
     too_late = {key for key, answer in job.ranks[0].answers.items() if answer.status == "expired"}
     if applied[0] != [(c.id, c.verb) for c in sent if (c.id, c.verb) not in too_late]:
         answers = Counter(answer.status for answer in job.ranks[0].answers.values())
@@ -162,11 +167,6 @@ def check(store: parts.RedisStore, job: parts.Job) -> list[str]:
     if len(results) != 2 * len(sent):
         problems.append(f"{len(results)} answers to {len(sent)} commands of two ranks")
     return problems
-
-
-def _holder(store: parts.RedisStore) -> str:
-    held = store.link.client.get(LEASE)
-    return held.decode().partition(":")[2] if held else ""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The faults of `bench/faults.py`: how each begins and ends, and what has to be seen of it."""
+"""The faults of `bench/faults.py`: how each begins and ends, and what must be visible of it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Act = Callable[[Scene], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`begin` and `end` act on the scene; `metric` (of `where`) and `line` have to be seen."""
+    """`begin` and `end` act on the scene; `metric` (of `where`) and the log line `line` must be visible."""
 
     begin: Act
     end: Act
     scene: Literal["plain", "network", "disk", "clock", "sentinel", "embedded"] = "plain"
     where: str = "agent"
     metric: str = ""
-    """Beginning of a sample's name; `up`: that `where` is not answered while the fault is on, as Prometheus' `up`."""
+    """Start of a sample's name; `up`: that `where` does not answer while the fault is on, like Prometheus' `up`."""
     line: str = ""
     may_lose: int = 0
-    """Frames that docs/cluster.md does not promise to keep."""
+    """Frames that may be lost, because docs/cluster.md does not promise to keep them."""
     repeats: int = 2
     least_seconds: float = 0.0
-    """The fault is on for so long at least."""
+    """The fault is on for at least this long."""
     trainer: str = "plain"
 
     def why_not(self) -> str:
-        """Why it cannot be had on this machine; empty when it can."""
+        """Why this machine cannot have the fault; empty when it can."""
         needs = {
             "network": isolation.why_no_network, "disk": isolation.why_no_disk, "embedded": isolation.why_no_disk,
             "clock": isolation.why_no_clock,
@@ -181,7 +181,7 @@ def _upgrade_controllers(scene: Scene) -> None:
 def _upgrade_agent(scene: Scene) -> None:
     scene.cluster.module["n0"] = isolation.after(_speak(WIRE_VERSION + 1), "fp8watch_agent")
     scene.cluster.agent("n0")
-    with contextlib.suppress(AssertionError):  # whether it was refused is looked at in the end
+    with contextlib.suppress(AssertionError):  # whether it was refused is checked at the end
         parts.wait_for(lambda: "refused as version" in scene.logs, 20)
 
 

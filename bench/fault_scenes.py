@@ -1,4 +1,4 @@
-"""What a fault happens to: a trainer's node, Redis and controllers, set up so that the fault can be had."""
+"""The surroundings that a fault happens to: a trainer's node, Redis and controllers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scene:
     clock: isolation.Clock | None = None
     disk: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    """Of the trainer."""
+    """Environment variables of the trainer."""
     result: Path = Path()
 
     @property
@@ -46,7 +46,7 @@ class Scene:
 
     @property
     def logs(self) -> str:
-        """All that was logged so far, by anybody."""
+        """Everything that was logged so far, by all processes."""
         paths = [*self.folder.glob("*.log"), *self.folder.glob("**/agent.log")]
         return "".join(path.read_text(errors="replace") for path in dict.fromkeys(paths))
 

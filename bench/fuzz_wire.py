@@ -2,12 +2,12 @@
 
     python bench/fuzz_wire.py [--inputs 1000000] [--deep 50000] [--seed 0]
 
-Valid records of every kind are cut, spliced, flipped and given other values, and go as bodies into the four decoders,
-as entries of an agent or a console into theirs, and as streams into the splitter, which may raise `WireError` and
-nothing else. What still decodes goes on into a controller and an exporter's state (`--deep` of them), as from a rank
-that sends garbage, and into a cluster's controller and the readers of its frames, as from an agent that does. Between
-them a sound rank of the same run (for the cluster: a sound run) trains, and its steps must all be seen. Writes
-bench/results/fuzz_wire.json and exits 1 on a failure.
+Valid records of every kind are cut, spliced, bit-flipped and given other values. They are fed as bodies to the four
+decoders, as entries of an agent or a console to theirs, and as streams to the splitter; these may raise `WireError` and
+nothing else. What still decodes is passed on (`--deep` of it): to a controller and an exporter's state, as from a rank
+that sends garbage, and to a cluster's controller and the readers of its frames, as from an agent that does. Between
+them a sound rank of the same run (for the cluster: a sound run) trains, and all of its steps must be seen. Writes
+bench/results/fuzz_wire.json and exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MARKS = (
     b"\xdb\xff\xff\xff\xff",
     b"\xcb\x7f\xf8" + b"\0" * 6,
 )
-"""Bytes that mean much in msgpack: the unused type, huge lengths, a NaN."""
+"""Bytes with a meaning in msgpack: the unused type, huge lengths, a NaN."""
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
     started = time.perf_counter()
     decoding, messages, uplinks = fuzz_decoders(rng, chosen.inputs, keep=chosen.deep)
     rows = [decoding, fuzz_controller(messages), fuzz_cluster(uplinks)]
-    from result_head import head  # beside this script; tests import it as part of `bench`
+    from result_head import head  # a script beside this one; tests import this file as part of `bench`
 
     report = head(msgspec=msgspec.__version__) | {
         "seconds": round(time.perf_counter() - started, 1),
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def samples() -> list[records.Record]:
-    """A sound record of every kind that crosses a wire or lies in a store."""
+    """A sound record of every kind that crosses a wire or is stored."""
     return [hello(1), layout(1), frame(1, 7), *others()]
 
 
@@ -151,7 +151,7 @@ HOSTILE = (
 
 
 def mutate_values(rng: random.Random, trees: list[object]) -> bytes:
-    """A sound record with one to three values exchanged for hostile ones, encoded as it should be."""
+    """A sound record with one to three values replaced by hostile ones, encoded correctly."""
     tree = msgspec.msgpack.decode(msgspec.msgpack.encode(rng.choice(trees)))
     for _ in range(rng.randrange(1, 4)):
         node = tree
@@ -174,7 +174,7 @@ def mutate(rng: random.Random, seeds: list[bytes]) -> bytes:
     kind = rng.randrange(20)
     if kind == 0:
         return rng.randbytes(rng.randrange(64))
-    if kind == 1:  # nested deeper than any recursion limit, bare or in a field that nobody knows
+    if kind == 1:  # nested deeper than any recursion limit, bare or in an unknown field
         return rng.choice((b"", b"\x81\xa1?")) + b"\x91" * rng.randrange(1, 5000)
     data = bytearray(rng.choice(seeds))
     for _ in range(rng.randrange(1, 5)):
@@ -200,8 +200,8 @@ def mutate(rng: random.Random, seeds: list[bytes]) -> bytes:
 def fuzz_decoders(
     rng: random.Random, inputs: int, *, keep: int
 ) -> tuple[dict[str, object], list[records.Message], list[records.Uplink]]:
-    """Every decoder sees every input. Returns the row and up to `keep` of a rank's and an agent's messages that still
-    decoded."""
+    """Feed every input to every decoder. Returns the row, and up to `keep` of a rank's and an agent's messages that
+    still decoded."""
     seeds = [wire.pack(record) for record in samples()]
     trees = [msgspec.msgpack.decode(seed) for seed in seeds]
     approval = Approval(run="r", action_id="a", verdict="approve", by="me", time_unix=1.0)
@@ -240,7 +240,7 @@ def fuzz_decoders(
                 outcomes["entry refused"] += 1
             except Exception as error:
                 failures[f"entry: {type(error).__name__}: {error}"[:120]] += 1
-    # Each sealed body opens once if a mutation left it whole or touched nothing that is covered.
+    # Each sealed body opens once if a mutation left it whole, or changed nothing that the seal covers.
     row: dict[str, object] = {
         "name": "decoders", "inputs": inputs, "outcomes": dict(outcomes), "envelopes_opened": opened,
         "failures": dict(failures), "pass": not failures and opened <= len(sealed),
@@ -249,7 +249,7 @@ def fuzz_decoders(
 
 
 def fuzz_controller(garbage: list[records.Message]) -> dict[str, object]:
-    """Messages of a rank out of its mind, with a sound rank training beside it."""
+    """Garbage from one rank, with a sound rank training beside it."""
     metrics = MetricsState(
         clock=time.monotonic, series_budget=500, worst_layers=5, ended_ttl_seconds=60.0, mode_of=lambda _: "observe"
     )
@@ -271,7 +271,7 @@ def fuzz_controller(garbage: list[records.Message]) -> dict[str, object]:
     give(layout(0))
     steps = 0
     for number, message in enumerate(garbage):
-        if message.run == "r" and getattr(message, "rank", 1) == 1:  # the socket's server lets nothing else through
+        if message.run == "r" and getattr(message, "rank", 1) == 1:  # the socket's server passes nothing else on
             give(message)
         if number % 50 == 0:
             steps += 1
@@ -285,7 +285,7 @@ def fuzz_controller(garbage: list[records.Message]) -> dict[str, object]:
 
 
 def fuzz_cluster(garbage: list[records.Uplink]) -> dict[str, object]:
-    """Messages of an agent out of its mind, with a sound run beside it; and its frames as console and CLI read them."""
+    """Garbage from one agent, with a sound run beside it; and its frames as console and command line read them."""
     store = MemoryStore()
     controller = ClusterController(store, clock=time.time)
     sealer = Sealer("n1", 1, None)

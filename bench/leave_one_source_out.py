@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Would the thresholds of the log rules have been chosen as well without the source they are scored on?
+"""Would the thresholds of the log rules have been chosen as well without the source on which they are scored?
 
     python bench/leave_one_source_out.py [--jobs 2]
 
-For each source of tests/data/corpus: six thresholds of loss_spike, grad_spike and divergence are chosen from a grid on
-all other sources, by a fixed rule, and scored on the source that was left out. Of the settings with at most
+For each source in tests/data/corpus, six thresholds of loss_spike, grad_spike and divergence are chosen from a grid on
+all other sources, by a fixed rule, and scored on the source that was left out. Allowed are settings with at most
 `MOST_FALSE` false alarms per 10,000 points, no healthy run alarmed and at most one in ten self-healing outliers acted
-on, those that find most events are good; of these the one is taken from which it is furthest to any that is not good:
-the widest margin, in steps of the grid, the grid's own edge being no better than a setting that fails. Shipped values
-play no part in it. What is not in the grid (what makes a point hot, the length of windows, the baseline itself) stays
-as shipped.
-The margin was decided on before it was run, after two other rules had been: the rule tried first asked for the setting
-with most good neighbours only, the second for the fewest false alarms before that. Their results are given too, as rows
-of their own, for how much hangs on such a choice.
-Writes its rows to bench/results/detection.json. About three minutes on two cores.
+on. Of these, the settings that find most events are good. The rule takes the good setting with the widest margin: the
+one that is furthest, in steps of the grid, from any setting that is not good, where the edge of the grid counts as not
+good. The shipped values play no part in it. What is not in the grid (when a point is hot, the length of windows, the
+baseline itself) stays as shipped.
+This rule was decided on before it was run, but after two others had been run: the first asked only for the setting with
+most good neighbours, the second for the fewest false alarms before that. Their results are given too, as rows of their
+own, to show how much depends on such a choice.
+Writes its rows to bench/results/detection.json. Takes about three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Symptoms = list[tuple[int, int, str]]
 
 
 class Rule(Enum):
-    """How a setting is chosen among those that find most."""
+    """How a setting is chosen among those that find most events."""
 
     MARGIN = "most found, widest margin"
     FEWEST = "most found, fewest false alarms, most good neighbours (tried second)"
@@ -86,7 +86,7 @@ SHIPPED = Setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hot:
-    """A hot point of the loss, with all that its severity depends on but the thresholds of the grid."""
+    """A hot point of the loss, with everything that its severity depends on except the thresholds of the grid."""
 
     point: int
     step: int
@@ -101,23 +101,23 @@ class Hot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traces:
-    """One run, as far as no threshold of the grid matters."""
+    """The detectors' output on one run, as far as it does not depend on the thresholds of the grid."""
 
     run: dict[str, Any]
     points: int
     stride: float
     fixed: frozenset[int]
-    """Steps at which the rules that are not in the grid act."""
+    """Steps at which rules that are not in the grid act."""
     hot: dict[float, list[Hot]]
     """By noise floor."""
     drift: list[tuple[int, int, float, float, int]]
     """(point, step, rise, sigmas, first step of the window) of every drift."""
     norm: dict[float, frozenset[int]]
-    """By rise: steps at which grad_spike acts."""
+    """Rise -> steps at which grad_spike acts."""
 
 
 def trace(run: dict[str, Any]) -> Traces:
-    """Run the detectors once a grid value where the state depends on it."""
+    """Run the detectors on one run, once per grid value where their state depends on it."""
     samples = list(csv_log.read(run["path"]).samples)
     others = Pipeline("run", [Nonfinite(), UpdateRms()])
     fixed = [f.step for sample in samples for f in others.observe(sample) if f.severity == "act"]
@@ -175,7 +175,7 @@ def _norm(samples: Sequence[Sample], rise: float) -> frozenset[int]:
 
 
 def loss_symptoms(hot: Sequence[Hot], setting: Setting) -> Symptoms:
-    """What loss_spike reports, by its own rule."""
+    """What loss_spike reports under a setting, by its own rule."""
     seen: Symptoms = []
     acting = None
     for point in hot:
@@ -204,7 +204,7 @@ def acted(symptoms: Symptoms, close_after: int) -> set[int]:
 
 
 def fired(traces: Traces, setting: Setting) -> frozenset[int]:
-    """Steps at which a run is acted on under a setting."""
+    """Steps at which the run is acted on under a setting."""
     losses = loss_symptoms(traces.hot[setting.loss_floor], setting)
     spikes = [step for _, step, severity in losses if severity == "act"]
     drifts: Symptoms = []
@@ -228,13 +228,13 @@ def score_settings(traces: Traces, settings: Sequence[Setting]) -> list[Score]:
 
 
 def is_allowed(score: Score) -> bool:
-    """The bars that a setting has to keep where it is chosen."""
+    """Whether a setting keeps the bars on the sources on which it is chosen."""
     few = score.outliers_acted <= OUTLIER_SHARE * score.outliers
     return score.false_per_10k <= MOST_FALSE and score.healthy_alarmed == 0 and few
 
 
 def choose(settings: Sequence[Setting], scores: Sequence[Score], rule: Rule) -> int:
-    """Index of the setting that a rule takes."""
+    """Index of the setting that the rule chooses."""
     allowed = [index for index, score in enumerate(scores) if is_allowed(score)]
     if not allowed:
         return min(range(len(scores)), key=lambda index: (scores[index].false_alarms, -scores[index].found))
@@ -256,9 +256,9 @@ def choose(settings: Sequence[Setting], scores: Sequence[Score], rule: Rule) -> 
 
 
 def margins(good: set[int], shape: Sequence[int]) -> dict[int, int]:
-    """Good setting -> steps of the grid to the nearest one that is not good, or out of the grid.
+    """Good setting -> steps of the grid to the nearest setting that is not good, or to the edge of the grid.
 
-    Settings are numbered as the grid's product has them, the last axis fastest.
+    Settings are numbered in the order of the grid's product, the last axis fastest.
     """
     inside = np.zeros(shape, dtype=np.bool_)
     inside.flat[sorted(good)] = True
@@ -273,7 +273,7 @@ def margins(good: set[int], shape: Sequence[int]) -> dict[int, int]:
 
 
 def _room(index: int, good: set[int]) -> int:
-    """Steps that a setting can be moved along each of its axes, both ways, before it is good no more; summed up."""
+    """How many steps a setting can be moved along each axis, both ways, and remain good; summed over the axes."""
     shape = [len(values) for values in GRID.values()]
     place = np.unravel_index(index, shape)
     room = 0

@@ -1,12 +1,13 @@
-"""Record the corpus of emulated FP8 runs under tests/data/recorded: every scenario of the demo and look-alikes.
+"""Record the corpus of emulated FP8 runs under tests/data/recorded: every scenario of the demo, and look-alikes.
 
     python bench/record_corpus.py [--seed N ...] [--scenario NAME ...] [--raw FOLDER] [--pack-only]
 
-Every run is a real training of the demo's GPT, watched in observe, so that the fault runs its course. Runs of a seed
-are the same training up to their fault: it is trained once and forked where a fault enters. Raw recordings (exact)
-go to FOLDER, one file a run, and those that are there already are not made again; then each seed's are rounded
+Every run is a real training of the demo's GPT, watched in observe mode so that the fault runs its course. Runs of a
+seed are the same training up to their fault: it is trained once and forked where a fault enters. Raw (exact) recordings
+go to FOLDER, one file per run, and are not made again if they exist; then those of each seed are rounded
 (`record_rounding.py`) and packed into one file. Seeds in `HELD_OUT` have other fault steps and layers than the
-defaults: they were not looked at while detectors and attribution were built. About ten minutes a seed on one core.
+defaults: nobody looked at them while detectors and attribution were built. Takes about ten minutes per seed on one
+core.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ SEEDS = (0, 1, 3, 4, 5, 6, 7)
 HELD_OUT = frozenset({3, 4, 6, 7})
 """Seeds with other fault steps and layers."""
 LATER = {seed: frozenset({"creeping-rate", "moments-lost", "grad-bursts", "healthy-grad-bursts"}) for seed in (6, 7)}
-"""Recorded when the rules for these faults were finished, for the other held-out runs had been seen by then."""
+"""Recorded when the rules for these faults were finished, because the other held-out runs had been seen by then."""
 FORK_AHEAD = 3
-"""Steps before the fault at which a training is forked: data and rate of the fault step are not yet drawn."""
+"""Steps before the fault at which a training is forked, so that data and rate of the fault step are not drawn yet."""
 AFTER = 80
 """Steps recorded from the fault on; ..."""
 SLOW, SLOW_AFTER = frozenset({"creeping-rate", "outlier-growth", "grad-bursts", "short-warmup"}), 120
-"""... in these more, for they take their time ..."""
+"""... more of them for slow faults ..."""
 TO_THE_END = frozenset({"gradient-underflow"})
 """... and in these to the run's end: the loss moves late."""
 CAUSES = {
@@ -61,7 +62,7 @@ CAUSES = {
     "lr-too-high": "optimisation", "short-warmup": "optimisation", "grad-bursts": "optimisation",
     "bad-batch": "data", "bit-flip": "hardware", "outlier-channel": "outlier",
 }  # fmt: skip
-"""The truth of the demo's scenarios; `outlier`: heals by itself, nothing is to be found to act on."""
+"""The true causes of the demo's scenarios; `outlier`: heals by itself, so nothing should be found to act on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class Wanted:
     layer: str = ""
     last_step: int = 400
     trunk: str = "healthy"
-    """Name of the run that it is forked from; its own: it is a trunk."""
+    """Name of the run that it is forked from; its own name for a trunk."""
 
     @property
     def name(self) -> str:
@@ -137,7 +138,7 @@ def _layer(default: str, index: int, seed: int) -> str:
 
 
 class Tape:
-    """Takes the place of the transport: what a rank would send is kept."""
+    """Replaces the transport and keeps what a rank would send."""
 
     def __init__(self, *, run: str, settings: Settings, local_rank: int = 0, **more: Any) -> None:
         self.sent: list[Any] = []
@@ -195,7 +196,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class Trunk(Fault):
-    """No fault of its own; forks where one enters."""
+    """No fault of its own; forks where another enters."""
 
     branches: list[Wanted]
     current: Wanted
@@ -224,7 +225,7 @@ class Trunk(Fault):
         self.fault.before_step(step)
 
     def _fork(self) -> bool:
-        """True in the child; the parent goes on when it has ended."""
+        """True in the child; the parent returns when the child has ended."""
         sys.stdout.flush()
         pid = os.fork()
         if pid:
@@ -238,7 +239,7 @@ class Trunk(Fault):
         assert self.rate is not None
         assert self.data is not None
         self.is_branch, self.current = True, branch
-        # The watch takes a forked child for a data loader's worker and keeps silent in it.
+        # The watch takes a forked child for a data loader's worker and would stay silent in it.
         self.watch._pid = os.getpid()
         self.fault = make_fault(branch, self.training)
         self.rate.schedule = self.fault.schedule(self.rate.schedule)
@@ -255,7 +256,7 @@ def make_fault(run: Wanted, training: Training) -> Fault:
 
 
 class _Done(Exception):
-    """The last step that is to be recorded."""
+    """Raised after the last step to be recorded."""
 
 
 def record(trunk_run: Wanted, branches: list[Wanted], raw: Path) -> None:
@@ -318,7 +319,7 @@ def _acts(run: frames_file.RecordedRun) -> list[tuple[int, str, str]]:
 
 
 def pack(seed: int, raw: Path, out: Path) -> None:
-    """One small file from the raw recordings of a seed; says where rounding changed what is found."""
+    """Pack the raw recordings of a seed into one small file; says where rounding changed what is found."""
     plans = wanted(seed)
     runs = []
     for plan in (plan for plan in plans if _path(plan, raw).exists()):
@@ -358,7 +359,7 @@ def main() -> int:
 
 
 def record_seed(seed: int, scenarios: Sequence[str] | None, raw: Path) -> None:
-    """Record what is not there yet."""
+    """Record the runs of a seed that do not exist yet."""
     runs = wanted(seed)
     missing = [run for run in runs if not _path(run, raw).exists()]
     missing = [run for run in missing if scenarios is None or run.scenario in scenarios]

@@ -1,6 +1,6 @@
-"""Faults for the recorded corpus beside the demo's: causes that look alike in the loss.
+"""More faults for the recorded corpus, besides the demo's: causes that look alike in the loss.
 
-Each is a real fault of a real training; like the demo's injectors they share nothing with detectors.
+Each is a real fault of a real training; like the demo's injectors, they share nothing with the detectors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def fp8_layers(model: nn.Module) -> list[Fp8Linear]:
 
 
 class MarginTooLarge(OneOff):
-    """precision: the recipe's margin becomes 16 bits. E4M3 keeps three steps for a whole tensor.
+    """precision: the recipe's margin becomes 16 bits, and E4M3 keeps three steps for a whole tensor.
 
-    Every scale is the one that window and margin demand; it is the demand that is wrong. Looks like scales stuck
-    too small (`ScalesLost`)."""
+    Every scale is the one that window and margin demand; the demand is wrong. Looks like scales stuck too small
+    (`ScalesLost`)."""
 
     BITS = 16.0
 
@@ -38,11 +38,12 @@ class MarginTooLarge(OneOff):
 
 
 class OutlierGrowth(OneOff):
-    """precision: one SwiGLU channel grows by a quarter bit a step to 2^15, and what reads it shrinks by as much.
+    """precision: one SwiGLU channel grows by a quarter bit per step to 2^15, and the weights that read it shrink
+    likewise.
 
-    The function that the layer computes stays the same, in BF16 nothing would be seen; in FP8 the channel takes the
-    range of its tensor, and the other channels round to zero. The channel gets no gradient while it grows, or Adam
-    would make another fault of it. Looks like a slow divergence for any other reason (`CreepingRate`).
+    The layer computes the same function, so nothing would show in BF16; in FP8 the channel takes the range of its
+    tensor, and the other channels round to zero. The channel gets no gradient while it grows, or Adam would make
+    another fault of it. Looks like a slow divergence for any other reason (`CreepingRate`).
     """
 
     RATE = 2.0**0.25
@@ -92,7 +93,7 @@ def _without(gradient: torch.Tensor, *, index: tuple[Any, ...]) -> torch.Tensor:
 
 
 class _Deaf(ScalingState):
-    """A scaling state whose update runs on another buffer than the casts read."""
+    """A scaling state whose update changes another buffer than the casts read."""
 
     def update(self, recipe: object, amax: torch.Tensor) -> None:
         scale = self.scale.clone()
@@ -101,7 +102,7 @@ class _Deaf(ScalingState):
 
 
 class ScalesLost(OneOff):
-    """bookkeeping: every scale is 1 again, as in a state that was made anew, and no update reaches it."""
+    """bookkeeping: every scale is 1 again, as in a newly made state, and no update reaches it."""
 
     def happen(self, model: nn.Module) -> None:
         for layer in fp8_layers(model):
@@ -111,7 +112,7 @@ class ScalesLost(OneOff):
 
 
 class MomentsLost(OneOff):
-    """optimisation: the second moments are a ten-thousandth of what they were, as after a bad restore of the
+    """optimisation: the second moments become a ten-thousandth of what they were, as after a bad restore of the
     optimizer: with an unchanged learning rate the updates are 100x too large at first."""
 
     FACTOR = 1e-4
@@ -130,7 +131,7 @@ def _creeping(step: int, *, schedule: Schedule, first: int, rate: float, most: f
 
 
 class CreepingRate(Fault):
-    """optimisation: the learning rate grows by 6 % a step, to 30x."""
+    """optimisation: the learning rate grows by 6 % per step, to 30x."""
 
     RATE, MOST = 1.06, 30.0
 
@@ -142,7 +143,7 @@ class CreepingRate(Fault):
 
 
 class _OtherTongue(Dataset[Item]):
-    """From sample `first` on, bytes are others: the same text in another alphabet."""
+    """From sample `first` on, the bytes are permuted: the same text in another alphabet."""
 
     def __init__(self, dataset: Dataset[Item], first: int) -> None:
         self._dataset, self._first = dataset, first
@@ -159,7 +160,7 @@ class _OtherTongue(Dataset[Item]):
 
 
 class DataShift(Fault):
-    """data: from one batch on the text is of another distribution, and stays so: the loss jumps and is learned off."""
+    """data: from one batch on the text has another distribution, for good: the loss jumps, and the model learns it."""
 
     def __init__(self, fault_step: int, batch_size: int) -> None:
         self._first = (fault_step - 1) * batch_size
@@ -169,8 +170,8 @@ class DataShift(Fault):
 
 
 class DeadRows(OneOff):
-    """hardware: one in 64 of a weight's rows read as garbage from now on (a bad page): finite, of 2^9 times the
-    size, set again before each step. Looks like a bad batch at first and like a divergence later."""
+    """hardware: one in 64 of a weight's rows reads as garbage from now on (a bad page): finite, 2^9 times the size, and
+    set again before each step. Looks like a bad batch at first and like a divergence later."""
 
     FACTOR = 2.0**9
 

@@ -1,7 +1,7 @@
-"""Makes recorded frames small: fewer mantissa bits, element counts on fewer steps, nothing that nobody reads.
+"""Makes recorded frames small: fewer mantissa bits, element counts on fewer steps, and no column that nobody reads.
 
-What is rounded stays well within what any detector tells apart (see each constant); the recorder checks that the
-findings of the rounded run are those of the exact one and says where they are not.
+The rounding is well below what any detector can tell apart (see each constant). The recorder checks that the rounded
+run has the findings of the exact one, and says where it has not.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from fp8watch import columns
 from fp8watch.records import StepFrame
 
 MANTISSA_BITS = {"amax": 12, "amax_last": 12, "scale": 14, "snr": 8}
-"""amax: 1.2e-4, an order below the 1e-3 within which a scale is held against its window; snr: 0.06 dB at 31 dB."""
+"""amax: 1.2e-4, a tenth of the 1e-3 within which a scale is compared with its window; snr: 0.06 dB at 31 dB."""
 COUNT_BITS = 8
 """Significant bits of saturated and underflowed: 0.2 %."""
 SCALAR_BITS = {"step_seconds": 8, "update_rms": 14, "update_ratio": 14}
 DROPPED_SCALARS = frozenset({"overhead_seconds"})
 DROPPED_COLUMNS = frozenset({"mse"})
-"""Follows from snr and amax as far as anybody asks."""
+"""Follows from snr and amax closely enough."""
 COUNTED = frozenset({"quantized", "saturated", "underflowed", "nonfinite", "snr"})
 EVERY = 4
-"""Element counts are kept on one step in so many, as on a machine that samples, ..."""
+"""Element counts are kept on one step in this many, as on a machine that samples, ..."""
 BEFORE, AFTER = 8, 400
 """... and on all steps from `BEFORE` ahead of the fault to `AFTER` behind it."""
 
 
 def rounded(frame: StepFrame, fault_step: int | None) -> StepFrame:
-    """The frame as it is kept."""
+    """The frame as it is stored."""
     is_near = fault_step is not None and fault_step - BEFORE <= frame.step <= fault_step + AFTER
     kept = {}
     for name, column in frame.columns.items():

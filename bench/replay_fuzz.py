@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Damage logs of every kind that replay reads, line by line, and see that each is read or refused, never worse.
+"""Damage logs of every kind that replay reads, line by line, and check that each is read or refused, never worse.
 
     python bench/replay_fuzz.py [--lines 100000] [--seed 0]
 
-Read: exit code 0. Refused: exit code 2 and nothing on standard error but `file:line: field: reason` (and
-notes). Never: an exception, a detector that failed, output that is no JSON, an unknown step.
+Read: exit code 0. Refused: exit code 2 and nothing on standard error but `file:line: field: reason` (and notes). Never:
+an exception, a detector that failed, output that is not JSON, an unknown step.
 Writes bench/results/replay_fuzz.json.
 """
 
@@ -27,9 +27,9 @@ from fp8watch.replay.run import replay
 
 OUT = Path(__file__).parent / "results" / "replay_fuzz.json"
 LINES = 60
-"""Of each log."""
+"""Lines per log."""
 MUTATED = (1, 2, 4, 16)
-"""Lines damaged in each: one of these numbers."""
+"""How many lines are damaged in a log: one of these numbers."""
 
 Rng = random.Random
 NUMBERS = (
@@ -37,12 +37,12 @@ NUMBERS = (
     "9" * 25, "9" * 5000, "1_0", "0x10", "1,5", "1.2.3", "--1", "e5", "None", "null", "true", "\u0661\u0662", "\uff11",
     "3.0f", "1e", "+", " ", "\t", "\x00", "1\x002", '"', "'", "\ufeff", "\u2028", "{}", "[1]", "|", ":",
 )  # fmt: skip
-"""What stands where a number should."""
+"""What is put where a number should be."""
 EXTREMES = (
     "NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1.7976931348623157e308", "5e-324", "-5e-324", "0", "-1", "3",
     "9007199254740993", "1e-320", "100000",
 )  # fmt: skip
-"""Numbers that every reader takes for one."""
+"""Numbers that every reader accepts as such."""
 RAW = (b"\xff\xfe", b"\xc3\x28", b"\x00", b"\r", b"\x1b[31m", b"\xed\xa0\x80", b'"', b"\\", b"\x0b", b"\x85", b"\x1c")
 
 
@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[Rng], list[bytes]]] = {
     "run.csv": csv_text, "megatron.log": megatron_text, "torchtitan.txt": torchtitan_text,
     "trainer_state.json": trainer_state_text, "wandb-history.jsonl": wandb_text, "nemo.log": nemo_text,
 }  # fmt: skip
-"""File name -> what a sound one holds."""
+"""File name -> a function that makes a sound log."""
 
 
 def _number(line: bytes, rng: Rng, numbers: Sequence[str] = NUMBERS) -> bytes:
@@ -165,7 +165,7 @@ def mutate(lines: Sequence[bytes], rng: Rng, *, count: int) -> bytes:
 
 
 class _Failures(logging.Handler):
-    """A detector that failed says so in the log."""
+    """Collects log messages about failed detectors."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -176,7 +176,7 @@ class _Failures(logging.Handler):
 
 
 def check(path: Path) -> int:
-    """Replay a file; its exit code. Raises `AssertionError` for anything but what the module says."""
+    """Replay a file; returns its exit code. Raises `AssertionError` for whatever the module's docstring rules out."""
     out, err, failures = io.StringIO(), io.StringIO(), _Failures()
     logger = logging.getLogger("fp8watch")
     logger.addHandler(failures)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How fast `fp8watch replay` goes on one core, and in how much memory.
+"""How fast `fp8watch replay` is on one core, and how much memory it uses.
 
     python bench/replay_throughput.py [--steps N ...] [--frames N] [--tensors N]
     python bench/replay_throughput.py --ten-million [--log csv|jsonl]       (about seven minutes of a core)
 
 Scalar logs: a CSV (or JSON lines) of step, loss, gradient norm and learning rate, with noise, a falling trend, a spike
 every 50,000 steps and a gradient burst every 7,000. Frames: a store of delayed-scaling frames, amax and scale of every
-tensor in every step and element counts in one of ten, as a GPU run records them. Each is replayed by the command line
-in a process of its own: its CPU seconds and its largest resident set count, start-up included.
-Writes bench/results/replay.json; with `--ten-million` its row is put beside those that are there.
+tensor in every step and element counts in one of ten, as a GPU run records them. The command line replays each in a
+separate process, whose CPU seconds and largest resident set are measured, start-up included.
+Writes bench/results/replay.json; the row of `--ten-million` is added to those that are there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fp8watch.records import Hello, Layout, RunRecord, StepFrame, TensorColumn
 OUT = Path(__file__).parent / "results" / "replay.json"
 STEPS_BAR, FRAMES_BAR = 20_000.0, 200.0
 MEMORY_BAR_MIB = 300.0
-"""Of a scalar log, however long it is."""
+"""Limit for a scalar log, however long it is."""
 TEN_MILLION = 10_000_000
 SPIKE_EVERY, BURST_EVERY = 50_000, 7_000
 TENSORS_OF_A_LAYER = ("input", "weight", "grad_output")
@@ -47,7 +47,7 @@ JSON_ROW = '{{"step": {}, "loss": {:.5f}, "grad_norm": {:.5f}, "lr": {:.4e}}}\n'
 
 
 def write_log(path: Path, num_steps: int) -> None:
-    """A log of so many steps, CSV or JSON lines by its name, written in blocks."""
+    """A log of this many steps, CSV or JSON lines by its name, written in blocks."""
     rng = np.random.default_rng(0)
     is_csv = path.suffix == ".csv"
     row = (CSV_ROW if is_csv else JSON_ROW).format
@@ -64,7 +64,7 @@ def write_log(path: Path, num_steps: int) -> None:
 
 
 def make_frames(num_frames: int, num_tensors: int) -> tuple[Layout, Iterator[StepFrame]]:
-    """Healthy delayed scaling: amax moves by 10 % a step, the scale is the one that a window of 16 demands."""
+    """Healthy delayed scaling: amax moves by 10 % per step, the scale is the one that a window of 16 demands."""
     names = [(f"blocks.{i // 12}.linear{i // 3 % 4}", TENSORS_OF_A_LAYER[i % 3]) for i in range(num_tensors)]
     described = [
         TensorColumn(
@@ -142,7 +142,7 @@ def replayed(path: Path) -> dict[str, Any]:
 
 
 def beside(path: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The file's own head and rows with these, each of which says where it comes from."""
+    """The file's own head and rows together with these; each row says where it comes from."""
     known = json.loads(path.read_text()) if path.exists() else head | {"rows": []}
     own = [row | {"measured": head} for row in rows]
     shapes = {row["shape"] for row in own}

@@ -1,4 +1,4 @@
-"""What every file under bench/results says of itself: code, date, versions, machine and command, as they were found."""
+"""The first fields of every file under bench/results: commit, date, versions, machine and command, as found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def head(command: str | None = None, **versions: str) -> dict[str, Any]:
-    """The first fields of a result. `command`: after `python `; None: this process's own."""
+    """The first fields of a result. `command`: what follows `python `; None: this process's own."""
     return {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -29,7 +29,7 @@ def head(command: str | None = None, **versions: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is checked out; empty where there is no git."""
+    """The commit that is checked out; empty without git."""
     command = ["git", "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
@@ -38,12 +38,12 @@ def commit() -> str:
 
 
 def own_command() -> str:
-    """This process's script and arguments."""
+    """Script and arguments of this process."""
     return " ".join([f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def redis_version() -> str:
-    """Of the server on the PATH, e.g. `7.0.15`; empty when there is none."""
+    """Version of the server on the PATH, e.g. `7.0.15`; empty when there is none."""
     server = shutil.which("redis-server")
     if server is None:
         return ""

@@ -1,9 +1,9 @@
-"""How long a rollback takes, checksums included, against plain `torch.load` and `load_state_dict` of the same state.
+"""How long a rollback takes, checksums included, compared with plain `torch.load` and `load_state_dict`.
 
     python bench/rollback.py [--gib 1.0] [--rounds 11] [--out FILE]
 
-Model and AdamW state together have the size given; both ways read the same tensors from files of the same size, in
-turn, on one process. Ours also compares every file with its sum, every tensor with the live one, and the
+Model and AdamW state together have the given size. Both ways read the same tensors from files of the same size, in
+turn, in one process. Ours also compares every file with its checksum, every tensor with the live one, and the
 parameters' checksum afterwards, and restores random state and data position. The bar is on the ratio of the medians.
 """
 
@@ -74,7 +74,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, ro
         manager.restore(name, allow_without_data=True, is_quick=True)
         return (time.perf_counter() - started) * 1000
 
-    plain(), ours()  # both files are in the page cache from here on
+    plain(), ours()  # from here on both files are in the page cache
     pairs = []
     for number in range(rounds):
         if number % 2:

@@ -3,15 +3,15 @@
     python bench/scale.py [--part agent controller memory run] [--seconds 45] [--ranks 8 64 256 1024] [--out FILE]
 
 agent: one real agent on its unix socket, fed by a generator process: 8 ranks x 1,680 tensors x 10 steps/s, every tenth
-step with element counts. CPU share and memory of the agent, time of a scrape, series shown.
+step with element counts. Measured: CPU share and memory of the agent, time of a scrape, series shown.
 
-controller: one real controller, fed by a generator process with pre-built frames of 8 ranks a node, 2 steps/s: 1, 8, 32
-and 128 nodes. CPU share and memory of the controller; the delay from the making of the frame with a fault to its
-finding in Redis; traffic into Redis and its memory, and what ten minutes of it come to. The generators' CPU is stated
-apart. CPU share: CPU seconds of the process over seconds of wall time, 1.0 is one core; wait share: the same of the
-time in which it wanted a core and had none (other work's doing, and part of every delay).
+controller: one real controller, fed by a generator process with pre-built frames of 8 ranks per node, 2 steps/s: 1, 8,
+32 and 128 nodes. Measured: CPU share and memory of the controller; the delay from the creation of a frame with a fault
+to its finding in Redis; traffic into Redis and its memory, and what ten minutes of it amount to. The generators' CPU is
+given separately. CPU share: CPU seconds of the process per second of wall time, 1.0 is one core. Wait share: the same
+for the time in which it wanted a core and had none (because of other work; it is part of every delay).
 
-memory: the same with one node and as many steps a second as make the windows of 1,024 updates full twice: the
+memory: the same with one node, at as many steps per second as it takes to fill the windows of 1,024 updates twice: the
 controller's memory by steps judged.
 
 run: four agents, a controller and its standby, four real training ranks (`bench/scale_run.py`).
@@ -53,7 +53,7 @@ from fp8watch.transport import endpoint
 
 TENSORS, RANKS_A_NODE = 1680, 8
 FAULTY_EVERY = 30
-"""Steps between two with a loss that is not finite."""
+"""Steps between two steps with a non-finite loss."""
 BARS = {"agent_cpu": 0.10, "agent_rss_mib": 200.0, "scrape_seconds": 0.1, "series": 5000, "controller_cpu": 1.0,
         "finding_seconds": 2.0, "growth_of_second_half": 1.1}  # fmt: skip
 CROWDED = 0.1
@@ -142,8 +142,8 @@ def measure_agent(folder: Path, seconds: float) -> dict[str, Any]:
 
 
 def judge(row: dict[str, Any], **bars: str) -> None:
-    """Hold figures against their bars. What is told by a clock is not measurable where the process had to wait for a
-    core for more than `CROWDED` of the time: then `pass` is null, neither yes nor no."""
+    """Compare figures with their bars. Timings are not measurable where the process had to wait for a core for more
+    than `CROWDED` of the time: then `pass` is null, neither yes nor no."""
     over = [name for name, bar in bars.items() if row[name] is None or row[name] > BARS[bar]]
     is_crowded = row.get("wait_share", 0.0) > CROWDED
     row["not_measurable"] = [name for name in over if name.endswith("_seconds") and is_crowded]
@@ -165,7 +165,7 @@ def columns_of_model() -> list[TensorColumn]:
 def columns_of_step(step: int, *, is_faulty: bool = False, seed: int = 0) -> dict[str, Column]:
     dice = np.random.default_rng(1000 * seed + step)
     amax = (1.0 + 0.05 * dice.random(TENSORS)).astype(np.float32)
-    if step % 10 == 1:  # the largest of the window: the scale below is the one that delayed scaling comes to
+    if step % 10 == 1:  # the largest of the window, from which delayed scaling computes the scale below
         amax[:] = 1.05
     found = {"amax": pack(amax, "f4"), "scale": pack(np.full(TENSORS, 448.0 / 1.05, np.float32), "f4")}
     found["high_precision"] = pack(np.zeros(TENSORS, np.uint8), "u1")
@@ -186,7 +186,7 @@ def scalars_of_step(step: int, rank: int, *, is_faulty: bool = False) -> dict[st
 
 
 def feed_agent(path: str, seconds: float) -> int:
-    """Eight ranks on one agent's socket, 10 steps a second; frames are built beforehand."""
+    """Eight ranks on one agent's socket, 10 steps per second; frames are built beforehand."""
     announced = columns_of_model()
     clients = [make.RawClient(path) for _ in range(RANKS_A_NODE)]
     for rank, client in enumerate(clients):
@@ -290,13 +290,12 @@ def measure_memory(folder: Path) -> dict[str, Any]:
 
 
 def feed_redis(path: str, nodes: int, seconds: float, rate: float) -> int:
-    """`nodes` agents' worth of sealed frames into Redis, `rate` steps a second; columns are encoded beforehand."""
+    """Sealed frames of `nodes` agents into Redis, `rate` steps per second; columns are encoded beforehand."""
     import redis
 
     client = redis.Redis(unix_socket_path=path)
     announced = columns_of_model()
     keys = RunKeys("scale")
-    ranks = nodes * RANKS_A_NODE
     order = node_frames.NodeLayout()
     for local in range(RANKS_A_NODE):
         order.add(local, 1, announced)
@@ -308,12 +307,7 @@ def feed_redis(path: str, nodes: int, seconds: float, rate: float) -> int:
         pipe.xadd(keys.frames, {"k": kind, "e": encoder.encode(sealers[node].seal(wire.pack(message)))})
 
     with client.pipeline(transaction=False) as pipe:
-        for rank in range(ranks):
-            hello = Hello(
-                wire_version=wire.WIRE_VERSION, run="scale", attempt=0, rank=rank, local_rank=rank % RANKS_A_NODE,
-                world_size=ranks, pid=1, host=f"h{rank // RANKS_A_NODE}", time_unix=time.time(), step=0,
-                policy=_POLICY, policy_name="scale", capabilities=dict.fromkeys(ACTIONS, ""),
-            )  # fmt: skip
+        for rank, hello in enumerate(_hellos(nodes * RANKS_A_NODE)):
             add(pipe, rank // RANKS_A_NODE, hello, "m")
         pipe.execute()
     for node in range(nodes):
@@ -355,13 +349,24 @@ def feed_redis(path: str, nodes: int, seconds: float, rate: float) -> int:
     return 0
 
 
+def _hellos(ranks: int) -> list[Hello]:
+    return [
+        Hello(
+            wire_version=wire.WIRE_VERSION, run="scale", attempt=0, rank=rank, local_rank=rank % RANKS_A_NODE,
+            world_size=ranks, pid=1, host=f"h{rank // RANKS_A_NODE}", time_unix=time.time(), step=0,
+            policy=_POLICY, policy_name="scale", capabilities=dict.fromkeys(ACTIONS, ""),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
 def _feeder(kind: str, where: str, number: str, seconds: float, *, rate: float = 2.0) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--feed", kind, where, number, "--seconds", str(seconds), "--rate", str(rate)]
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def _waited(process: psutil.Process) -> float:
-    """Seconds that the threads of a process have waited for a core so far."""
+    """Seconds for which the threads of a process have waited for a core so far."""
     files = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[1]) for file in files) / 1e9
 

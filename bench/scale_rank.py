@@ -2,7 +2,7 @@
 
     python bench/scale_rank.py OUT STEPS FAULT_STEP       (with torchrun's variables and FP8WATCH_AGENT)
 
-`OUT/rank-N.json` then says what this rank came to.
+Writes its result to `OUT/rank-N.json`.
 """
 
 from __future__ import annotations

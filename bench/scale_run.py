@@ -1,7 +1,7 @@
-"""The whole way once, for `bench/scale.py`: four agents, Redis, a controller and its standby, four training ranks.
+"""One end-to-end run, for `bench/scale.py`: four agents, Redis, a controller and its standby, four training ranks.
 
-Each rank trains for real behind the agent of a node of its own. At one step all scales of all ranks are broken; the
-finding, the decision, and what every rank did and read back are taken from Redis afterwards.
+Each rank trains for real behind the agent of its own node. At one step all scales of all ranks are broken; the finding,
+the decision, and what every rank did and read back are read from Redis afterwards.
 """
 
 from __future__ import annotations

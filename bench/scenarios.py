@@ -3,11 +3,11 @@
     python bench/scenarios.py [--scenario NAME ...] [--seed N ...] [--policy auto|observe ...] [--vary] [--jobs 2]
                               [--merge] [--missing] [--twins FOLDER] [--out FILE]
 
-Writes bench/results/scenarios.json and exits 1 when a row misses its bar. Twins are trained once a seed and config;
-with `--twins` they are kept in a folder for later invocations of the same code. `--vary` takes other fault steps and
-layers than the defaults. `--merge` keeps the rows of the file that this invocation does not run, so that a long sweep
-can be made in parts (rows are written as they are ready); the gap that auto closes is then reckoned against the
-file's row of observe. `--missing` runs only what the file does not hold.
+Writes bench/results/scenarios.json and exits with 1 when a row misses its bar. Twins are trained once per seed and
+config; with `--twins` they are kept in a folder for later invocations of the same code. `--vary` uses other fault steps
+and layers than the defaults. `--merge` keeps rows of the file that this invocation does not run, so that a long sweep
+can be made in parts (rows are written as soon as they are ready); the gap that auto closes is then computed from the
+file's row of observe. `--missing` runs only what the file does not contain.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fp8watch.demo.scenarios.catalogue import SCENARIOS
 OUT = Path(__file__).parent / "results" / "scenarios.json"
 PRECISION_ACTIONS = {"repair_scale", "raise_margin", "bf16_layers", "bf16_all", "adjust_loss_scale"}
 WITHIN_TWIN = 0.03
-"""Bar of auto in the scenarios it has to save."""
+"""Bar of auto in the scenarios that it must save."""
 SAVED = {"frozen-scale", "gradient-underflow", "nan-loss", "lr-too-high"}
 WORSE_IN_OBSERVE = {"frozen-scale": 0.10, "gradient-underflow": 0.05, "short-warmup": 0.03, "grad-bursts": 0.05}
-"""Least damage of the fault where nobody acts, relative to the twin: without it there is nothing to save."""
+"""Smallest damage of the fault where nobody acts, relative to the twin: with less there is nothing to save."""
 GAP_CLOSED = 0.5
 ONLY_ACTIONS = {"short-warmup": {"lengthen_warmup", "rewarm"}, "grad-bursts": {"tighten_clip"}}
 CAUSES = {
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def _rows(results: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of this invocation's results, and what the file keeps, its gaps reckoned anew where observe has come since."""
+    """This invocation's results, and the rows that the file keeps, with gaps computed again where observe is new."""
     observed = {_place(row): row["final_loss"] for row in [*known, *results] if row["policy"] == "observe"}
     rows = [_row(each, observed) for each in results]
     new = {(*_place(row), row["policy"]) for row in rows}
@@ -146,7 +146,7 @@ def _key(plan: Plan) -> str:
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What two rows have in common that differ in nothing but the policy."""
+    """What identifies a row, apart from the policy."""
     return tuple(row[name] for name in ("scenario", "seed", "fault_step", "layer"))
 
 
@@ -165,7 +165,7 @@ def _twins(plans: Iterable[Plan], pool: ThreadPoolExecutor, folder: Path, kept: 
 
 
 def _twin(plan: Plan, log: Path, kept: Path | None) -> Losses:
-    """Train it, or take what an earlier invocation of the same code has kept."""
+    """Train the twin, or use what an earlier invocation of the same code has kept."""
     if kept is None:
         return _train(plan, log)
     path = kept / f"{hashlib.sha256((_key(plan) + _code()).encode()).hexdigest()[:24]}.json"
@@ -181,7 +181,7 @@ def _twin(plan: Plan, log: Path, kept: Path | None) -> Losses:
 
 
 def _code() -> str:
-    """What a twin's losses depend on beside its spec."""
+    """Digest of the code that a twin's losses depend on, besides its spec."""
     import torch
 
     import fp8watch.demo
@@ -267,7 +267,7 @@ def _checks(found: dict[str, Any], worse: float | None, gap_closed: float | None
         checks["within 3 % of twin"] = worse is not None and worse <= WITHIN_TWIN
     if not is_auto:
         checks["no action"] = not done
-        # A loss that is not finite is as bad as it gets.
+        # A loss that is not finite is as bad as possible.
         checks["worse than twin"] = worse is None or worse >= WORSE_IN_OBSERVE.get(name, -1.0)
     if is_auto and name in ONLY_ACTIONS:
         checks["half of the gap closed"] = gap_closed is None or gap_closed >= GAP_CLOSED

@@ -3,12 +3,13 @@
 
     python bench/score.py [--per-run] [--severity act|warn] [--jobs 2] [--out FILE]
 
-The rule, in logged points: an event counts as found when a finding lies between `LEAD` points before its onset and
-its recovery (without one: `TAIL` points after the onset); what an earlier event explains is not news of the next. A
-finding outside every event (minor ones included; up to `AFTER` points behind an event to find, `AFTER_MINOR` behind
-a minor one, to the end where the run never recovers) is a false alarm, once in `MERGE` points. One-point outliers
-that heal by themselves are minor events: an alarm there is excused, and counted apart. Delay is in points after the
-onset. Findings come from replay's own functions in this process, row by row, so none can know of a later row.
+The rule, in logged points: an event counts as found when a finding lies between `LEAD` points before its onset and its
+recovery (without a recovery: `TAIL` points after the onset); a finding that an earlier event explains does not count
+for the next. A finding outside every event is a false alarm, counted once in `MERGE` points. Minor events count as
+events here, and an event extends `AFTER` points beyond its end (a minor one `AFTER_MINOR`), or to the end of a run that
+never recovers. One-point outliers that heal by themselves are minor events: an alarm there is excused, and counted
+separately. Delay is in points after the onset. Findings come from replay's own functions in this process, row by row,
+so none can depend on a later row.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HEALTHY = ("healthy", "healthy_noisy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Of one run, or of several added up."""
+    """The score of one run, or the sum of several."""
 
     found: int = 0
     events: int = 0
@@ -81,16 +82,16 @@ class Score:
 
 
 def unpack(folder: Path) -> list[dict[str, Any]]:
-    """The labelled runs, their logs unpacked into a folder (`path` of each)."""
+    """The labelled runs, with their logs unpacked into a folder (`path` of each)."""
     with tarfile.open(CORPUS / "logs.tar.xz") as archive:
-        # Debian 12's Python 3.11.2 knows no filters yet; the archive is our own.
+        # Debian 12's Python 3.11.2 does not have extraction filters; the archive is our own.
         archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     runs: list[dict[str, Any]] = json.loads((CORPUS / "labels.json").read_text())["runs"]
     return [run | {"path": folder / run["file"]} for run in runs]
 
 
 def source_of(run: dict[str, Any]) -> str:
-    """Who logged it: the first word of its name, versions of one benchmark being one source."""
+    """Source of a run: the first word of its name. Versions of one benchmark are one source."""
     return str(run["file"]).split("_")[0].rstrip("0123456789")
 
 
@@ -100,7 +101,7 @@ def steps_of(path: Path) -> list[int]:
 
 
 def findings(path: Path, severities: Iterable[str] = ("act",)) -> list[int]:
-    """Steps at which something is found of these severities."""
+    """Steps of the findings of these severities."""
     pipeline, wanted = Pipeline("run"), frozenset(severities)
     return [
         finding.step
@@ -116,7 +117,7 @@ def stride_of(steps: Sequence[int]) -> float:
 
 
 def score_run(run: dict[str, Any], fired: Iterable[int], *, points: int, stride: float) -> Score:
-    """One run of so many logged points; `fired` are the steps of its findings."""
+    """Score one run of `points` logged points; `fired` are the steps of its findings."""
     must, alarms = set(run["must_detect"]), sorted(set(fired))
     windows: list[tuple[float, float, float, float]] = []
     for event in run["events"]:
@@ -149,7 +150,7 @@ def score_run(run: dict[str, Any], fired: Iterable[int], *, points: int, stride:
 
 
 def score_log(run: dict[str, Any], severities: Sequence[str] = ("act",)) -> Score:
-    """One unpacked run through the detectors."""
+    """Score one unpacked run."""
     steps = steps_of(run["path"])
     return score_run(run, findings(run["path"], severities), points=len(steps), stride=stride_of(steps))
 

@@ -1,19 +1,20 @@
-"""What watching costs the training thread a step, and how many torch calls it makes: no GPU needed.
+"""What watching costs the training thread per step, and how many torch calls it makes: needs no GPU.
 
     python bench/step_cost.py [--layers 24 84] [--rounds 9] [--profile] [--out bench/results/step_cost.json]
 
-A double of Transformer Engine's delayed scaling (modules with its state, its update called once a direction) trains a
-model with a TransformerLayer's modules and names, tiny in every other way; 84 layers are 1,680 tensors. Measured are:
+A double of Transformer Engine's delayed scaling (modules with its state, whose update is called once per direction)
+trains a model with the modules and names of a TransformerLayer, tiny in every other way; 84 layers are 1,680 tensors.
+Measured:
 
 - the CPU time of the training thread inside fp8watch (`time.thread_time_ns`) in that loop, whose clipping and optimizer
-  put everything else out of the caches, as a real step does; the tap of the backward, which runs on autograd's thread
-  in a real run, included;
-- the same with fp8watch's calls alone, over and over: what its code costs when nothing is in its way;
-- calls into ATen that a watched step makes and a bare one does not: each launches one kernel or copy on a GPU, or a
-  few, and costs 4 to 10 us of host time there;
-- what counting one cast costs its thread on a sampled step, the kernel's launch not included.
+  evict everything else from the caches, as a real step does; the tap of the backward, which in a real run is on
+  autograd's thread, is included;
+- the same for fp8watch's calls alone, over and over: what its code costs when nothing is in its way;
+- the calls into ATen that a watched step makes and a bare one does not: on a GPU each launches one kernel or copy, or a
+  few, and costs 4 to 10 us of host time;
+- what counting one cast costs its thread on a sampled step, without the kernel's launch.
 
-Clock frequency, neighbours and caches move the first figure by half; compare runs of one machine.
+Clock frequency, neighbours and caches change the first figure by half: compare only runs on one machine.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ UPDATE = "fused_amax_and_scale_update_after_reduction"
 MOST_CPU_US = 400.0
 ALONE_STEPS, CASTS = 1000, 192
 KINDS = {"qkv": 1, "proj": 1, "mlp": 2}
-"""Modules with FP8 state in a TransformerLayer, and their GEMMs."""
+"""Modules with FP8 state in a TransformerLayer -> number of their GEMMs."""
 
 
 class LayerNormMLP(torch.nn.Module):
-    """A module with TE's delayed-scaling state; `gemms` of them are named as TE names them."""
+    """A module with TE's delayed-scaling state for `gemms` GEMMs, named as in TE."""
 
     recipe = SimpleNamespace(margin=0, amax_compute_algo="max", fp8_format="Format.HYBRID")
 
@@ -63,7 +64,7 @@ class LayerNormMLP(torch.nn.Module):
 
 
 class Training:
-    """The loop of the README; the model's own work is one sum."""
+    """The loop of the README; the model's own work is a single sum."""
 
     def __init__(self, layers: int) -> None:
         self.library = SimpleNamespace(**{UPDATE: lambda *_: None})
@@ -92,7 +93,7 @@ class Training:
 
 
 class Calls(TorchDispatchMode):
-    """Counts what reaches ATen."""
+    """Counts the calls that reach ATen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Calls(TorchDispatchMode):
 
 
 def attach(training: Training, run: str) -> Any:
-    """A watch on the double: no library is there for `sources.find` to recognise."""
+    """A watch on the double: `sources.find` would not recognise it, because the library is not there."""
     import fp8watch
     from fp8watch.capture import sources
     from fp8watch.capture.te.source import TeSource
@@ -126,14 +127,14 @@ VIEWS = ("view", "slice", "detach", "reshape", "alias", "as_strided", "select", 
 
 
 def count(training: Training, watch: Any | None) -> list[str]:
-    """Calls of one step that do something on a device."""
+    """The calls of one step that do something on a device."""
     with Calls() as mode:
         training.step(watch)
     return [name for name in mode.names if name.split(".")[1] not in VIEWS]
 
 
 def measure_alone(training: Training, watch: Any) -> float:
-    """Microseconds a step of nothing but what a loop calls, the median."""
+    """Median microseconds per step of only the calls that a loop makes."""
     from fp8watch.actions import clip_control
 
     amaxes = {key: torch.rand(sum(scale.numel() for scale in scales)) for key, scales in training.scales.items()}
@@ -159,7 +160,7 @@ def measure_alone(training: Training, watch: Any) -> float:
 
 
 class _Kernel:
-    """In the place of the kernel that counts a cast: its launch is not ours to measure here."""
+    """Replaces the kernel that counts a cast: its launch is not measured here."""
 
     PROGRAMS = 1
 
@@ -169,7 +170,7 @@ class _Kernel:
 
 
 def measure_casts() -> float:
-    """Microseconds a cast on a sampled step, as inside a function of autograd's; the median over steps."""
+    """Microseconds per cast on a sampled step, as inside an autograd function; the median over steps."""
     from fp8watch.capture.cost_meter import CostMeter
     from fp8watch.capture.te.statistics import TeStatistics
 
@@ -237,9 +238,9 @@ def main() -> int:
     os.environ |= {
         "FP8WATCH_DIR": str(folder), "FP8WATCH_AGENT": f"unix://{folder}/nobody.sock", "FP8WATCH_REPORT": "0",
         "FP8WATCH_STATISTICS_EVERY": "1000000", "FP8WATCH_SHADOW_EVERY": "0", "FP8WATCH_WHAT_IF_EVERY": "0",
-        "FP8WATCH_QUEUE_FRAMES": "16",  # soon full, as memory is in the long run: every frame takes an old one's place
+        "FP8WATCH_QUEUE_FRAMES": "16",  # soon full, as in a long run: every frame replaces an old one
     }  # fmt: skip
-    logging.disable(logging.WARNING)  # nobody takes the frames, and says so
+    logging.disable(logging.WARNING)  # there is no agent, and the transport says so
     rows = []
     for layers in chosen.layers:
         row = measure(layers, chosen.rounds, is_profiled=chosen.profile)

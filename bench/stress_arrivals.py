@@ -1,8 +1,8 @@
-"""When commands come to a rank, counted in boundaries: the same in each run of a sequence, however busy the machine.
+"""When commands reach a rank, counted in boundaries: the same in each run of a sequence, however busy the machine is.
 
 Commands still travel over the socket. A rank knows from its own frames what it will be sent for them, and takes each
-command in at the boundary that the sequence says: one that is early is held back, one that is not there yet is waited
-for. After its connection was cut a rank waits until it has noticed, so that nothing is sent into a dead connection.
+command at the boundary that the sequence says: an early one is held back, and a missing one is waited for. After its
+connection was cut, a rank waits until it has noticed, so that nothing is sent into a dead connection.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ class Foreseen:
 
     command: Command
     asked: int
-    """Boundary of the frame that it answers."""
+    """Boundary of the frame that the command answers."""
     due: int
-    """Boundary at which it is taken in."""
+    """Boundary at which it is taken."""
 
 
 class Arrivals:
-    """Stands in a session for its uplink, which does all the work."""
+    """Replaces a session's uplink, which still does all the work."""
 
     has_news = True
-    """Each boundary asks."""
+    """Asked at every boundary."""
 
-    def __init__(self, uplink: Any, sequence: Sequence, rank: int) -> None:
-        self._uplink, self._sequence, self._rank = uplink, sequence, rank
-        self._sent = Sent(sequence.orders)
+    def __init__(self, uplink: Any, sequence: Sequence, rank: int, start: str = "") -> None:
+        """`start`: that of this rank, which commands name."""
+        self._uplink, self._sequence, self._rank, self._start = uplink, sequence, rank, start
+        self._sent = Sent(sequence.orders, start)
         self._cuts_done: set[Cut] = set()
         self._lost_after: int | None = None
         self._out_until = 0
@@ -47,23 +48,23 @@ class Arrivals:
         self._came: list[Command] = []
         self._taken: set[int] = set()
         self.boundary = 0
-        """Optimizer steps made, those of timelines that were left included; counted by the loop."""
+        """Optimizer steps made, including those of abandoned timelines; counted by the loop."""
         self.held: list[list[Any]] = []
-        """Of each command taken in: boundary, id, verb, attempt, sequence."""
+        """[boundary, id, verb, attempt, sequence] of each command taken."""
         self.problem = ""
-        """What came otherwise than foreseen."""
+        """What arrived otherwise than foreseen."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._uplink, name)
 
     @property
     def asked(self) -> list[list[Any]]:
-        """Of each command that answers a frame of this rank: boundary of the frame, id, verb, attempt, sequence."""
+        """[boundary of the frame, id, verb, attempt, sequence] of each command that answers a frame of this rank."""
         return [_entry(one.asked, one.command) for one in self._foreseen]
 
     def send(self, message: Any) -> None:
-        """Look what a frame will be answered with, and send it."""
-        frame = message.frame() if hasattr(message, "frame") else message  # the transport thread builds it else
+        """Note what a frame will be answered with, and send it."""
+        frame = message.frame() if hasattr(message, "frame") else message  # else the transport thread builds it
         if isinstance(frame, StepFrame):
             self._foresee(frame)
         self._uplink.send(message)
@@ -72,7 +73,7 @@ class Arrivals:
         for cut in self._sequence.cuts:
             if cut.rank == self._rank and frame.step >= cut.at and cut not in self._cuts_done:
                 self._cuts_done.add(cut)
-                self._sent = Sent(self._sequence.orders)
+                self._sent = Sent(self._sequence.orders, self._start)
                 self._lost_after = self._link.num_connections
                 self._out_until = self.boundary + 1 + self._sequence.outages[self._rank]
                 return
@@ -85,7 +86,7 @@ class Arrivals:
         return self._uplink._channel._link
 
     def take(self) -> list[Reply]:
-        """What is due at this boundary; by the clock, what is there."""
+        """The commands due at this boundary; by the clock, those that are there."""
         if self._sequence.is_by_clock:
             found = self._uplink.take()
             for reply in found:
@@ -108,7 +109,7 @@ class Arrivals:
         return others
 
     def finish(self) -> None:
-        """Look once whether more has come than was foreseen."""
+        """Check once whether more has arrived than was foreseen."""
         self._collect()
         if not self._sequence.is_by_clock:
             for place, came in enumerate(self._came):
@@ -117,7 +118,7 @@ class Arrivals:
                     self.problem = self.problem or f"{came.id} came in attempt {came.attempt}, foreseen was {wanted}"
 
     def _collect(self) -> list[Reply]:
-        """Take what has come from the transport: commands are kept, the rest is given back."""
+        """Take what has arrived from the transport: commands are kept, the rest is returned."""
         found = self._uplink.take()
         self._came += [reply for reply in found if isinstance(reply, Command)]
         return [reply for reply in found if not isinstance(reply, Command)]

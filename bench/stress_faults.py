@@ -13,14 +13,14 @@ from fp8watch.checkpoints.place import Place
 from fp8watch.errors import ActionError
 
 FULL_AT = (5, 15)
-"""Steps of which nothing can be saved on a full disk."""
+"""Steps at which nothing can be saved, because the disk is full."""
 SPOILT = "step-00000010"
 OTHERS_SECONDS = 3.0
-"""How long the first rank's disk takes at most to be full: until the others have written their parts."""
+"""Longest time for which the first rank's disk is full: until the others have written their parts."""
 
 
 def hurt(watch: Any, fault: str, name: str) -> None:
-    """Have the fault of this rank happen. `name`: of the sequence; chooses what is left to chance."""
+    """Inject this rank's fault. `name`: that of the sequence; it seeds what is left to chance."""
     session = watch._session
     manager = session.context.checkpoints
     chance = random.Random(f"{name}-{manager.rank}")
@@ -41,7 +41,7 @@ def _fail(step: int, params: dict[str, Any]) -> Any:
 
 
 def _spoil_before_it_is_read(rollback: Any, manager: Any, *, is_missing: bool) -> None:
-    """Before this rank answers the first question of a rollback, after which all of them read."""
+    """Do it before this rank answers the first question of a rollback, after which all of them read."""
     choose, spoilt = rollback.choose, set[str]()
 
     def choosing(step: int, params: dict[str, Any], ask: Any) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 from stress_sequences import AGAIN, PROMPT_STEPS, Sequence
 
 MAX_STEPS = 5
-"""From a decision to its taking effect on all ranks."""
+"""Steps from a decision to its effect on all ranks."""
 
 Key = tuple[str, str, int, int]
 """Id, verb, attempt and sequence of a command: what two ranks hold under one key is the same command."""
 STATUS = 6
-"""Place in an answer."""
+"""Index of the status in an answer."""
 
 
 def judge(sequence: Sequence, out: Path, ranks: int) -> dict[str, Any]:
-    """A row of the result; `_decisions` and `_parameters` are digests that another run is compared by."""
+    """A row of the result; `_decisions` and `_parameters` are digests to compare with another run."""
     row: dict[str, Any] = {
         "name": sequence.name, "faults": {str(k): v for k, v in sequence.faults.items()}, "log": [],
         "by_clock": sequence.is_by_clock,
@@ -69,12 +69,12 @@ def _differences(lines: list[list[dict[str, Any]]]) -> Iterable[str]:
 
 
 def steps_taken(sequence: Sequence, lasts: list[dict[str, Any]], *, made: int) -> dict[str, Any]:
-    """Steps counted as optimizer steps made, in which a rollback goes on counting.
+    """Steps counted as optimizer steps made; a rollback does not wind this count back.
 
-    `decided_steps`: from the frame that a command was the answer to until it was in force on all ranks, of what came
-    to every rank within `PROMPT_STEPS`. `known_steps`: from the boundary at which the last rank took a command in until
-    all had begun, refused or dropped it, of every command that came to all of them; `held_up` are those among them
-    that a fault kept from a rank for longer.
+    `decided_steps`: from the frame that a command answers until the command was in force on all ranks, for commands
+    that reached every rank within `PROMPT_STEPS`. `known_steps`: from the boundary at which the last rank took a
+    command until all had begun, refused or dropped it, for every command that reached all of them; `held_up` are those
+    among them that a fault kept from a rank for longer.
     """
     asked = _firsts(last["asked"] for last in lasts)
     held = [_firsts([last["held"]]) for last in lasts]
@@ -100,9 +100,9 @@ def steps_taken(sequence: Sequence, lasts: list[dict[str, Any]], *, made: int) -
 
 
 def unknown_somewhere(sequence: Sequence, lasts: list[dict[str, Any]], end: dict[str, Any]) -> dict[str, Any]:
-    """Of commands that came to some ranks only, which no rank can carry out: how many (`never_known`), and those that a
-    rank that held them has not answered (`unanswered`) although they have expired by step or attempt. `end`: the last
-    step made."""
+    """Commands that reached only some ranks, so that no rank can carry them out: how many there are (`never_known`),
+    and those that a rank that held them has not answered (`unanswered`) although they have expired by step or attempt.
+    `end`: the last step made."""
     held = [_firsts([last["held"]]) for last in lasts]
     answered = [_answered(last) for last in lasts]
     last_steps = {order.command.sequence: order.command.last_step for order in sequence.orders}

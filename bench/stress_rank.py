@@ -1,6 +1,6 @@
-"""One rank of `agreement_stress.py`: trains each sequence that is named, and writes down what it held at each step.
+"""One rank of `agreement_stress.py`: trains each of the named sequences, and records what it held at each step.
 
-`OUT/NAME-RANK.jsonl` has a line a step, and a last one with how it ended and what was decided.
+`OUT/NAME-RANK.jsonl` has one line per step, and a last one with how it ended and what was decided.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def _train(sequence: Sequence, out: Path) -> None:
 
 
 class Log:
-    """What came to this rank, what it carried out and what it answered, with the boundaries."""
+    """What reached this rank, what it carried out and what it answered, with the boundaries."""
 
     def __init__(self, watch: Any, sequence: Sequence, rank: int) -> None:
-        self.arrivals = watch._session.uplink = Arrivals(watch._session.uplink, sequence, rank)
+        self.arrivals = watch._session.uplink = Arrivals(watch._session.uplink, sequence, rank, watch._session.start)
         self._carried_out: list[tuple[str, str, int]] = []
         self._answers: list[list[Any]] = []
         boundary = watch._boundary
@@ -124,7 +124,7 @@ class Log:
             asked.pop()
 
         def sending(result: CommandResult) -> None:
-            # An answer that is given again, to a command that was sent again, is to whatever goes by its id and verb.
+            # A repeated answer, to a command that was sent again, is to whatever has its id and verb.
             sequence = asked[-1].sequence if asked else AGAIN
             self._answers.append(
                 [
@@ -137,7 +137,7 @@ class Log:
         boundary._conclude, boundary._answer, boundary._send = concluding, answering, sending
 
     def content(self, folder: Path) -> dict[str, Any]:
-        """For the last line; paths without the part that is another one each time."""
+        """The content of the last line; paths without the part that differs each time."""
         arrivals = self.arrivals
         answers = [[*answer[:-1], answer[-1].replace(str(folder), "")] for answer in self._answers]
         return {

@@ -1,9 +1,9 @@
 """When a checkpoint is complete, counted in boundaries: between the one at which it is saved and the next.
 
-The rank that writes the ledger looks at its boundaries whether all ranks' parts are durable, so that it depends on the
-disk whether it finds them at once, and how soon the others see it. Here it looks before its next step, until it has
-found them; that step is one that all ranks make together, so that all see the checkpoint at the next boundary. One that
-is slow to leave the boundary of the save, and could see it there already, looks away.
+The rank that writes the ledger checks at its boundaries whether all ranks' parts are durable, so it depends on the disk
+whether it finds them at once, and how soon the others see it. Here it checks before its next step until it has found
+them; all ranks make that step together, so all see the checkpoint at the next boundary. A rank that is slow to leave
+the boundary of the save, and could see the checkpoint there already, does not look.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WAIT_SECONDS = 60.0
 
 
 class Durable:
-    """Of one rank; does nothing in a sequence by the clock."""
+    """The rule for one rank; does nothing in a sequence by the clock."""
 
     def __init__(self, watch: Any, *, is_by_clock: bool) -> None:
         self._session = watch._session
@@ -38,7 +38,7 @@ class Durable:
             action.read_back = look_later
 
     def finish(self) -> None:
-        """Before a step."""
+        """Call before a step."""
         if not self._is_held:
             return
         deadline = time.monotonic() + WAIT_SECONDS
@@ -52,5 +52,5 @@ class Durable:
                 time.sleep(0.002)
 
     def let_go(self) -> None:
-        """No step follows."""
+        """Call when no step follows."""
         self._is_held = False

@@ -1,4 +1,4 @@
-"""What happens in one sequence of `agreement_stress.py`: orders, faults, and when things arrive; drawn from a seed."""
+"""What happens in one sequence of `agreement_stress.py`: orders, faults and arrivals, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ ORDERS: list[tuple[str, dict[str, Any]]] = [
 REVERTIBLE = {"hold_lr", "tighten_clip", "bf16_layers", "bf16_all", "raise_margin", "checkpoint_cadence"}
 FAULTS = ("none", "slow", "fails", "unable", "damaged", "missing", "full", "cut", "disarmed")
 AGAIN = 0
-"""In the place of a command's sequence number: the answer was given before, and is repeated."""
+"""Replaces a command's sequence number when the answer was given before and is repeated."""
 PROMPT_STEPS = 2
-"""Boundaries that a command takes at most to a rank to which nothing keeps it from coming."""
+"""Most boundaries that an unhindered command takes to reach a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sequence:
-    """The same for the parent, which gives the orders, and the ranks, which suffer the faults."""
+    """The same for the parent, which gives the orders, and the ranks, which have the faults."""
 
     name: str
     orders: list[Order]
     faults: dict[int, str]
     cuts: list[Cut] = field(default_factory=list)
     delays: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(place in `orders`, rank) -> boundaries from the frame that the order answers to the one where it is taken in."""
+    """(index in `orders`, rank) -> boundaries from the frame that the order answers to the one where it is taken."""
     outages: dict[int, int] = field(default_factory=dict)
-    """Rank -> boundaries after a cut at which nothing comes to it."""
+    """Rank -> boundaries after a cut at which nothing reaches it."""
     is_by_clock: bool = False
-    """Commands are taken in when they come, and not by `delays` and `outages`."""
+    """Commands are taken when they arrive, not according to `delays` and `outages`."""
 
 
 def draw(name: str, ranks: int) -> Sequence:

@@ -1,6 +1,6 @@
-"""The ten lines for your own loop, around a tiny model that runs anywhere (FP8 emulated on the CPU).
+"""The ten lines to add to your own loop, with a tiny model that runs anywhere (FP8 emulated on the CPU).
 
-Run it with `python examples/train_loop.py`, look at the run with `fp8watch runs list`.
+Run it with `python examples/train_loop.py`, then look at the run with `fp8watch runs list`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def make_model(width: int = 64, vocabulary: int = 64) -> nn.Module:
 
 
 def make_loader(samples: int = 2048, length: int = 16, vocabulary: int = 64) -> DataLoader[tuple[torch.Tensor, ...]]:
-    """Sequences in which each token is a fixed function of the one before."""
+    """Sequences in which each token is a fixed function of the previous one."""
     start = torch.randint(vocabulary, (samples, 1))
     tokens = (start + torch.arange(length + 1) * 7) % vocabulary
     return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=16, shuffle=True)
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> float | None:
     watch.resume()  # newest checkpoint that is not tainted, if any
     loss = None
     while watch.global_step < options.steps:
-        for batch in watch.batches(loader):  # a loader whose position rollback can restore
+        for batch in watch.batches(loader):  # the loader, with a position that a rollback can restore
             loss = train_forward(model, batch)
             loss.backward()
             watch.clip_grad_norm_(model.parameters(), max_norm=1.0)
@@ -69,4 +69,4 @@ def main(arguments: list[str] | None = None) -> float | None:
 
 if __name__ == "__main__":
     final = main()
-    print("nothing to train: the steps asked for are done" if final is None else f"final loss {final:.4f}")
+    print("nothing to train: all steps are done already" if final is None else f"final loss {final:.4f}")

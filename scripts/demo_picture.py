@@ -1,10 +1,11 @@
-"""Runs the demo and keeps its last screen as docs/images/demo.svg, the picture in the README.
+"""Runs the demo and saves its last screen as docs/images/demo.svg, the picture in the README.
 
 python scripts/demo_picture.py [SCENARIO]
 """
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from pathlib import Path
@@ -25,11 +26,11 @@ def main() -> None:
         scenario=scenario, policy="auto", steps=None, seed=0, fault_step=None, layer=None, device="cpu"
     )  # fmt: skip
     progress = run_plan(plan, with_unwatched=True)
-    console = Console(record=True, width=118, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, width=118, force_terminal=True, file=io.StringIO())
     console.print(render(progress, width=118))
     console.print(closing_table(progress))
     picture = console.export_svg(title="make demo")
-    # A picture in a repository fetches nothing: any monospaced font will do.
+    # Without the web font: the picture must not fetch anything, and any monospaced font will do.
     OUT.write_text(re.sub(r"@font-face\s*{[^}]*}", "", picture))
 
 

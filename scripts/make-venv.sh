@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# make-venv.sh PYTHON FOLDER: a virtual environment, also on a Debian that lacks python3-venv.
+# make-venv.sh PYTHON FOLDER: make a virtual environment, also on a Debian without python3-venv.
 set -euo pipefail
 python=$1 folder=$2
 [ -x "$folder/bin/python" ] && "$folder/bin/python" -m pip --version >/dev/null 2>&1 && exit 0
@@ -12,7 +12,7 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
         echo "installing python3-venv"
         apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv
     else
-        echo "this Python cannot make virtual environments: apt-get install python3-venv (as root), then again" >&2
+        echo "this Python cannot make virtual environments: run apt-get install python3-venv as root, then try again" >&2
         exit 1
     fi
 fi

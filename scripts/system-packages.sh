@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the tests run for real: Prometheus, Alertmanager, Redis, Chromium, a network and a clock of one's own, from
-# Debian. As root they are installed; otherwise the tests that need what is missing are left out, and this says which.
+# Debian packages of the programs that the tests run: Prometheus, Alertmanager, Redis, Chromium, ip and faketime. As root
+# they are installed. Otherwise the tests that need a missing program are left out, and this script prints which.
 set -uo pipefail
 declare -A package=([prometheus]=prometheus [promtool]=prometheus [prometheus-alertmanager]=prometheus-alertmanager
     [redis-server]=redis-server [chromium]=chromium
@@ -22,7 +22,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     # Debian would start the servers it installs; the tests start their own on free ports.
     apt-get update -qq
     RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $names fonts-liberation >/dev/null ||
-        echo "apt-get failed; going on without"
+        echo "apt-get failed; continuing without these packages"
 fi
 for program in "${missing[@]}"; do
     command -v "$program" >/dev/null || echo "LEFT OUT: ${tests[$program]} (no $program; apt-get install ${package[$program]})"

@@ -1,1 +1,1 @@
-"""What people look at: the Streamlit console and the Grafana dashboards, built from the metric catalogue."""
+"""The Streamlit console, and the Grafana dashboard and reference pages that are built from the code."""

@@ -1,4 +1,4 @@
-"""What `streamlit run` runs: the list of pages."""
+"""The script for `streamlit run`: the list of pages."""
 
 from __future__ import annotations
 

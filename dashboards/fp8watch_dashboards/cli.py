@@ -1,4 +1,4 @@
-"""`fp8watch console`: serve the Streamlit console, on loopback or with TLS."""
+"""`fp8watch console`: serves the Streamlit console, on loopback or with TLS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECRETS = frozenset(
     {f"FP8WATCH_{purpose.upper()}_KEY{suffix}" for purpose in PURPOSES for suffix in ("", "_FILE")}
     | {"FP8WATCH_REDIS_URL", "FP8WATCH_METRICS_TLS_KEY", "FP8WATCH_METRICS_PASSWORD_FILE"}
 )
-"""What the page has no use for, and whoever breaks into its server should not find. The URL may hold a password."""
+"""Variables that the console does not need and an intruder must not find. (The Redis URL may contain a password.)"""
 
 app = typer.Typer(
     help="Serve the console: runs, loss, head-room, findings and actions.",
@@ -31,7 +31,7 @@ app = typer.Typer(
 
 
 def command_line(listening: Listening) -> list[str]:
-    """How Streamlit is started: no browser, no usage statistics, no file watcher, one address."""
+    """The command that starts Streamlit: no browser, no usage statistics, no file watcher, one address."""
     script = Path(__file__).with_name("app.py")
     options = {
         "server.headless": "true",
@@ -45,7 +45,7 @@ def command_line(listening: Listening) -> list[str]:
 
 
 def environment(given: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """What the server gets: it reads stores, so it is given neither the keys that sign nor the way to Redis."""
+    """The server's environment: it only reads stores, so it gets neither signing keys nor the address of Redis."""
     kept = {name: value for name, value in given.items() if name not in SECRETS}
     return {**kept, "FP8WATCH_DIR": str(directory)}
 
@@ -54,7 +54,7 @@ def environment(given: Mapping[str, str], directory: Path) -> dict[str, str]:
 def console(
     directory: FolderOption = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. The console has no login: put one before it, or use loopback.")
+        str, typer.Option(help="Address to listen on. The console has no login: use loopback or a proxy with one.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8501,
     tls_cert: Annotated[
@@ -80,7 +80,7 @@ def console(
         typer.Option(
             "--allow-plain",
             envvar="FP8WATCH_CONSOLE_ALLOW_PLAIN",
-            help="Serve http on an address other than loopback: something before it speaks TLS.",
+            help="Serve http on an address other than loopback, for use behind a proxy that adds TLS.",
         ),
     ] = False,
 ) -> None:
@@ -94,8 +94,10 @@ def console(
     except BadInput as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from error
+    for remark in listening.remarks():
+        typer.echo(f"warning: {remark}", err=True)
     typer.echo(f"fp8watch console on {listening.url} reading {home}")
     sys.stdout.flush()
-    # Replaced, not started beside: whoever ends this process (a terminal, a container's runtime) ends the server.
+    # This process is replaced, so that what ends it (a terminal, a container runtime) ends the server.
     command = command_line(listening)
     os.execve(command[0], command, environment(os.environ, home))

@@ -1,4 +1,4 @@
-"""The console's charts as Plotly figures: the loss with what happened on it, and head-room by tensor and step."""
+"""The console's charts as Plotly figures: loss with findings and actions, and head-room by tensor and step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fp8watch_dashboards.queries import evidence_text
 from fp8watch_dashboards.timeline import StepPoint, Timeline
 
 MAX_COLUMNS = 220
-"""Columns of the heat map; more steps share one, which then shows their worst."""
+"""Most columns of the heat map; beyond that, several steps share a column, which shows the worst of them."""
 MAX_ROWS = 64
-"""Rows of the heat map; above it the tensors of a block share one row a tensor class."""
+"""Most rows of the heat map; beyond that, the tensors of a block share one row per tensor class."""
 APPLIED_SIZE, NOT_APPLIED_SIZE = 13, 22
-"""Stars in pixels: the open one is seen around a filled one at the same place."""
+"""Size of the stars in pixels: an open one stays visible around a filled one at the same place."""
 MAX_NAMED = 12
-"""Actions written on the loss chart by name: the newest."""
+"""Number of actions named on the loss chart: the newest ones."""
 HEADROOM_RANGE = (-8.0, 24.0)
-"""Powers of two between which the colours run: 24 is what a scale 2^-24 too small looks like."""
+"""Range of the colours, in powers of two: 24 is the head-room at a scale that is too small by 2^-24."""
 
 LINE = "#2f6fde"
 ABANDONED = "#8d95a3"
@@ -35,10 +35,10 @@ BF16 = "#c9ced6"
 
 
 def _colours() -> list[tuple[float, str]]:
-    """Red where a tensor clips, green where a scale belongs, blue where range is wasted.
+    """Red where a tensor clips, green where the scale fits, blue where range is wasted.
 
-    Delayed scaling rides at 0: an amax a few per cent above its history clips a few elements in healthy runs,
-    too. So the edge at 0 is sand-coloured, and red begins where values are cut to half.
+    Delayed scaling works at the edge of 0: in healthy runs, too, an amax a few per cent above its history clips a few
+    elements. So just below 0 the colour is sand, and red begins where values are cut to half.
     """
     low, high = HEADROOM_RANGE
     stops = [(low, "#6b0016"), (-4.0, "#b3122a"), (-1.0, "#e2574c"), (-0.5, "#f0a45d"), (-1e-6, "#f3e2a9"),
@@ -49,7 +49,7 @@ def _colours() -> list[tuple[float, str]]:
 def loss_figure(
     timeline: Timeline, findings: Sequence[Finding], actions: Sequence[ActionRecord], *, is_log: bool = False
 ) -> go.Figure:
-    """Loss by step. Traces: one a surviving attempt, `abandoned` (grey), `not finite`, findings, actions."""
+    """Loss by step. Traces: one per surviving attempt, abandoned steps (grey), non-finite losses, findings, actions."""
     figure = go.Figure()
     for attempt, group in groupby(timeline.points, key=lambda point: point.attempt):
         points = list(group)
@@ -65,7 +65,7 @@ def loss_figure(
         _findings(figure, [f for f in findings if f.severity == severity], height, severity)
     done = [a for a in actions if a.applied_step is not None]
     _actions(figure, done, height, name="action done", symbol="star", size=APPLIED_SIZE)
-    # A rung that is passed over lies a step or two beside the next one, which is done: on top of it, and around it.
+    # A skipped rung is only a step or two from the next one, which is done: draw its star on top and around that one.
     rest = [a for a in actions if a.applied_step is None]
     _actions(figure, rest, height, name="action not done", symbol="star-open", size=NOT_APPLIED_SIZE)
     _milestones(figure, findings, actions)
@@ -75,10 +75,10 @@ def loss_figure(
 
 
 def headroom_figure(timeline: Timeline, points: Sequence[StepPoint], block: str | None = None) -> go.Figure:
-    """Smallest head-room by tensor (rows) and step (columns) over `points`, some or all of the timeline's.
+    """Smallest head-room by tensor (rows) and step (columns) over `points`, which are some or all of the timeline's.
 
-    Empty cells were not observed; grey cells ran in BF16 only. Values outside the colour range are drawn at its
-    end. `block` limits it to one block.
+    Empty cells were not observed; grey cells ran only in BF16. Values outside the colour range get the colour at its
+    end. `block` restricts the figure to one block.
     """
     points = sorted(points, key=lambda point: point.step)
     names, rows = _grouped_rows(timeline.tensors, block)
@@ -125,7 +125,7 @@ def _line(figure: go.Figure, points: list[StepPoint], name: str, *, colour: str,
 
 
 def _not_finite(figure: go.Figure, points: list[StepPoint]) -> None:
-    """A loss that is NaN or infinite has no place on the axis: a cross where the line breaks."""
+    """A NaN or infinite loss has no place on the axis: draw a cross where the line breaks."""
     last: float | None = None
     x, y = [], []
     for point in points:
@@ -148,7 +148,7 @@ def _not_finite(figure: go.Figure, points: list[StepPoint]) -> None:
 
 
 class _Heights:
-    """Where on the loss axis a mark goes: at the loss of its own attempt and step, or of the nearest point."""
+    """Where on the loss axis a mark is drawn: at the loss of its attempt and step, or of the nearest step."""
 
     def __init__(self, timeline: Timeline) -> None:
         finite = [p for p in timeline.points if p.loss is not None and math.isfinite(p.loss)]
@@ -159,7 +159,7 @@ class _Heights:
             self._by_attempt[attempt] = (steps, [float(point.loss or 0.0) for point in points])
 
     def at(self, attempt: int, step: int) -> float | None:
-        """None when no finite loss was seen at all."""
+        """Loss at which to draw a mark; None if there is no finite loss at all."""
         steps, losses = self._by_attempt.get(attempt) or next(iter(self._by_attempt.values()), (None, []))
         if steps is None:
             return None
@@ -212,14 +212,14 @@ def _actions(
 
 
 def _action_text(action: ActionRecord) -> str:
-    """In the words of `fp8watch actions list`."""
+    """Worded as in `fp8watch actions list`."""
     read_back = action_words.read_back(action)
     parts = [action_words.state(action), read_back and f"read back {read_back}", action_words.effect(action)]
     return f"{action.action} by rule {action.rule}<br>{', '.join(filter(None, parts))}<br>{action.reason}"
 
 
 def _milestones(figure: go.Figure, findings: Sequence[Finding], actions: Sequence[ActionRecord]) -> None:
-    """Thin lines over the whole height: where an `act` finding began, and the newest applied actions by name."""
+    """Thin lines over the whole height: at the onsets of `act` findings, and at the newest applied actions, named."""
     for onset in sorted({finding.onset_step for finding in findings if finding.severity == "act"})[-MAX_NAMED:]:
         figure.add_vline(x=onset, line={"color": SEVERITY["act"], "width": 1, "dash": "dot"}, opacity=0.7)
     applied = sorted((a.applied_step, a.action) for a in actions if a.applied_step is not None)[-MAX_NAMED:]
@@ -238,7 +238,7 @@ def _milestones(figure: go.Figure, findings: Sequence[Finding], actions: Sequenc
 
 
 def _grouped_rows(tensors: list[tuple[str, str]], block: str | None) -> tuple[list[str], npt.NDArray[np.intp]]:
-    """Row names and, for every tensor, its row (-1: not drawn)."""
+    """The names of the rows, and the row of every tensor (-1: not drawn)."""
     shown = [(tensor if block in (None, tensor[0]) else None) for tensor in tensors]
     num_shown = sum(1 for item in shown if item)
     names: dict[str, int] = {}
@@ -253,7 +253,7 @@ def _grouped_rows(tensors: list[tuple[str, str]], block: str | None) -> tuple[li
 
 
 def _columns(points: list[StepPoint]) -> list[list[StepPoint]]:
-    """The points in at most `MAX_COLUMNS` groups of equal spans of steps; spans without a point are left out."""
+    """The points in at most `MAX_COLUMNS` groups of equal spans of steps, without spans that have no point."""
     if not points:
         return []
     first, last = points[0].step, points[-1].step
@@ -264,7 +264,7 @@ def _columns(points: list[StepPoint]) -> list[list[StepPoint]]:
 def _cells(
     columns: list[list[StepPoint]], rows: npt.NDArray[np.intp], num_rows: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-    """Smallest head-room of every (row, column), NaN where nothing was observed; and where BF16 ran instead."""
+    """Smallest head-room of every (row, column), NaN where nothing was observed; and where only BF16 ran."""
     cells = np.full((num_rows, len(columns)), np.nan, dtype=np.float32)
     bf16 = np.zeros((num_rows, len(columns)), dtype=np.bool_)
     drawn = rows >= 0

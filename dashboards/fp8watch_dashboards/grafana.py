@@ -1,7 +1,7 @@
 """The Grafana dashboard of a run, as code: `python -m fp8watch_dashboards.grafana` writes `fp8watch.json`.
 
-Schema v1 ("classic" JSON), which file provisioning, the dashboard sidecar and the import dialog of Grafana 10
-to 13 all take. The data source is a variable, so that one file serves all three.
+It uses schema v1 ("classic" JSON), which file provisioning, the dashboard sidecar and the import dialog of Grafana 10
+to 13 all accept. The data source is a variable, so that one file works for all three.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fp8watch_dashboards.grafana_sdk import JSONEncoder, common, common_models, 
 
 UID = "fp8watch-run"
 APPLIED = 'outcome="pending"'
-"""An action is counted as pending once, at the moment it is applied."""
+"""Every action counts as pending once: when it is applied."""
 FILE = Path(__file__).resolve().parents[1] / "grafana" / "fp8watch.json"
 CHART_COPY = FILE.parents[2] / "helm" / "fp8watch" / "files" / FILE.name
-"""A chart can only hold what lies in its own folder."""
+"""The chart's copy: a chart can only use files in its own folder."""
 
 
 def build() -> models.Dashboard:
-    """The dashboard, with every panel and row numbered."""
+    """The dashboard. All panels and rows are numbered."""
     board = (
         dashboard.Dashboard("fp8watch run")
         .uid(UID)
@@ -90,12 +90,12 @@ def build() -> models.Dashboard:
 
 
 def text() -> str:
-    """The dashboard as the file's text."""
+    """The content of the dashboard file."""
     return JSONEncoder(sort_keys=True, indent=2).encode(build()) + "\n"
 
 
 def main() -> None:
-    """Write the file and the chart's copy of it; prints where."""
+    """Write the file and the chart's copy, and print their paths."""
     for file in (FILE, CHART_COPY):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text(), encoding="utf-8")
@@ -131,14 +131,14 @@ def _now(board: dashboard.Dashboard) -> None:
     board.with_panel(
         tile(
             "BF16 modules",
-            "FP8 modules that run in BF16 now, by a remedy or by choice.",
+            "FP8 modules that currently run in BF16, because of an action or by choice.",
             f"max by (run) ({select('fp8watch_bf16_modules')})",
         ).thresholds(thresholds((None, GREEN), (1, AMBER)))
     )
     board.with_panel(
         tile(
             "Modules seen",
-            "Share of the run's FP8 modules whose scales are observed; what is not seen cannot be judged.",
+            "Share of the run's FP8 modules whose scales are observed; faults in the others go unseen.",
             f"max by (run) ({select('fp8watch_observed_modules')})"
             f" / (max by (run) ({select('fp8watch_expected_modules')}) > 0)",
             unit="percentunit",
@@ -161,7 +161,7 @@ def _training(board: dashboard.Dashboard) -> None:
     board.with_panel(
         graph(
             "Loss",
-            "Mean over ranks; the last finite value where a step was not finite (see Non-finite values).",
+            "Mean over ranks; if a step was not finite, the last finite value (see Non-finite values).",
             (f"max by (run) ({select('fp8watch_loss')})", "loss"),
             span=8,
         )
@@ -169,7 +169,7 @@ def _training(board: dashboard.Dashboard) -> None:
     board.with_panel(
         graph(
             "Gradient norm and clip limit",
-            "Global gradient norm before clipping, and the clip limit in force, remedies included.",
+            "Global gradient norm before clipping, and the clip limit in force, actions included.",
             (f"max by (run) ({select('fp8watch_grad_norm')})", "gradient norm"),
             (f"max by (run) ({select('fp8watch_clip_limit')})", "clip limit"),
             span=8,
@@ -178,7 +178,7 @@ def _training(board: dashboard.Dashboard) -> None:
     board.with_panel(
         graph(
             "Learning rate",
-            "Learning rate in force, remedies included.",
+            "Learning rate in force, actions included.",
             (f"max by (run) ({select('fp8watch_learning_rate')})", "learning rate"),
             unit="sci",
             span=8,
@@ -235,7 +235,7 @@ def _scales(board: dashboard.Dashboard) -> None:
     board.with_panel(
         distribution(
             "Head-room of all tensors",
-            "How many tensors and steps fell into each range of head-room.",
+            "Number of tensors and steps in each range of head-room.",
             f"sum by (le) (increase({select('fp8watch_headroom_log2_bucket')}[$__rate_interval]))",
             unit="short",
         )
@@ -247,7 +247,7 @@ def _incidents(board: dashboard.Dashboard) -> None:
     board.with_panel(
         events(
             "Findings",
-            "What the detectors reported, with the cause the evidence speaks for.",
+            "What the detectors reported, with the cause that the evidence supports.",
             increase("fp8watch_findings_total", "detector, cause, severity"),
             "{{detector}} ({{cause}}, {{severity}})",
         )
@@ -255,7 +255,7 @@ def _incidents(board: dashboard.Dashboard) -> None:
     board.with_panel(
         events(
             "Actions",
-            "What was done, and what came of it: pending counts an action when it is applied.",
+            "Actions and their outcomes; every action counts as pending when it is applied.",
             increase("fp8watch_actions_total", "action, outcome"),
             "{{action}}: {{outcome}}",
         )
@@ -263,7 +263,7 @@ def _incidents(board: dashboard.Dashboard) -> None:
     board.with_panel(
         events(
             "Non-finite values",
-            "NaN and infinities seen, by quantity.",
+            "Number of NaN and infinite values, by quantity.",
             increase("fp8watch_nonfinite_total", "quantity"),
             "{{quantity}}",
             span=8,
@@ -281,7 +281,7 @@ def _incidents(board: dashboard.Dashboard) -> None:
     board.with_panel(
         events(
             "Lost on the way",
-            "Frames dropped, by reason, writes to the store that failed, and series left out for the budget.",
+            "Dropped frames by reason, failed writes to the store, and series omitted to keep the series budget.",
             increase("fp8watch_frames_dropped_total", "reason"),
             "frames: {{reason}}",
             span=8,

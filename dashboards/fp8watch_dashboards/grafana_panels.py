@@ -1,7 +1,7 @@
-"""Building blocks of the Grafana dashboards: queries over the metric catalogue, and panels with house defaults.
+"""Building blocks of the Grafana dashboard: queries over the metric catalogue, and panels with common defaults.
 
-Every query aggregates over instances, so that a restarted agent does not draw a second line, and a counter is
-only ever seen through `rate` or `increase`.
+Every query aggregates over instances, so that a restarted agent does not draw a second line. Counters are queried only
+through `rate` or `increase`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def select(name: str, matchers: str = "") -> str:
 
 
 def increase(name: str, by: str, interval: str = INTERVAL) -> str:
-    """How much a counter grew, summed over instances; nothing where it did not grow."""
+    """How much a counter grew, summed over instances; no value where it did not grow."""
     return f"sum by ({by}) (increase({select(name)}[{interval}])) > 0"
 
 
 def ratio(numerator: str, denominator: str, by: str) -> str:
-    """Share of elements over the sampled steps; no value where none were sampled."""
+    """Ratio of two element counters over the sampled steps; no value where none were sampled."""
     top, bottom = (f"sum by ({by}) (rate({select(name)}[{INTERVAL}]))" for name in (numerator, denominator))
     return f"{top} / ({bottom} > 0)"
 
 
 def query(expr: str, legend: str = "", *, is_instant: bool = False) -> prometheus.Dataquery:
-    """A query over the shown range, or of its end only."""
+    """A query over the shown range, or only for its end."""
     target = prometheus.Dataquery().expr(expr).legend_format(legend).datasource(DATASOURCE)
     return target.instant() if is_instant else target.range()
 
 
 def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
-    """Colours from values upward; the first value is None."""
+    """Pairs of (lower bound, colour) in ascending order; the first bound is None."""
     return (
         dashboard.ThresholdsConfig()
         .mode(models.ThresholdsMode.ABSOLUTE)
@@ -60,7 +60,7 @@ def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
 
 
 def tile(title: str, description: str, expr: str, *, unit: str = "short", legend: str = "") -> stat.Panel:
-    """One number of now: an instant query, or a state that is over would stand beside the one that holds."""
+    """The current value as a number. An instant query, because a range query would also show states that are over."""
     return (
         stat.Panel()
         .title(title)
@@ -80,7 +80,7 @@ def tile(title: str, description: str, expr: str, *, unit: str = "short", legend
 def graph(
     title: str, description: str, *targets: tuple[str, str], unit: str = "short", span: int = 12
 ) -> timeseries.Panel:
-    """Lines over time; targets are (expression, legend)."""
+    """Lines over time. `targets`: (expression, legend)."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -110,7 +110,7 @@ def graph(
 
 
 def events(title: str, description: str, expr: str, legend: str, *, span: int = 12) -> timeseries.Panel:
-    """Bars of what happened in each interval, stacked."""
+    """Stacked bars of the events in each interval."""
     return (
         graph(title, description, (expr, legend), span=span)
         .draw_style(common_models.GraphDrawStyle.BARS)

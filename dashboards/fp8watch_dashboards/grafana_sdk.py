@@ -1,7 +1,7 @@
 """The parts of grafana-foundation-sdk in use, imported in one place.
 
-The SDK warns at import that its schema v1 classes are old. v1 is meant here: it is what Grafana 10 to 13 take
-by provisioning, sidecar and import alike.
+The SDK warns at import that its schema v1 classes are deprecated. v1 is used on purpose: Grafana 10 to 13 accept it by
+provisioning, sidecar and import alike.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Head-room of a tensor: how many powers of two are left between its largest value and the format's maximum."""
+"""Head-room of a tensor: the powers of two between its largest scaled value and the format's maximum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mask = npt.NDArray[np.bool_]
 def headroom_log2(amax: npt.NDArray[Any], scale: npt.NDArray[Any], fp8_max: npt.NDArray[Any]) -> Floats:
     """`log2(fp8_max / (amax * scale))`, elementwise, as float32.
 
-    Negative: the cast clipped. amax 0 gives +inf (nothing to represent); an amax or scale that is not finite
+    Negative if the cast clipped. An amax of 0 gives +inf (nothing to represent); an amax or scale that is not finite
     gives -inf (nothing can be represented). Never NaN for observed input.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -28,14 +28,14 @@ def headroom_log2(amax: npt.NDArray[Any], scale: npt.NDArray[Any], fp8_max: npt.
 
 
 def format_limits(tensors: tuple[TensorColumn, ...]) -> npt.NDArray[np.float64]:
-    """Largest finite magnitude of every tensor's format; NaN for a format nobody here knows."""
+    """Largest finite magnitude of every tensor's format; NaN for an unknown format."""
     return np.array([FORMATS[t.fp8_format].max if t.fp8_format in FORMATS else np.nan for t in tensors])
 
 
 def sample_headroom(sample: Sample, limits: npt.NDArray[np.float64]) -> tuple[Floats, Mask]:
-    """Head-room of every tensor (float32; NaN: not observed) and which modules ran in BF16 in this step.
+    """Head-room of every tensor (float32, NaN: not observed), and whether its module ran in BF16 in this step.
 
-    `limits` is `format_limits(sample.tensors)`. A tensor of a module in BF16 was not cast: it has no head-room.
+    `limits` is `format_limits(sample.tensors)`. Tensors of a module in BF16 were not cast and have no head-room.
     """
     num_tensors = len(sample.tensors)
     in_bf16 = np.zeros(num_tensors, dtype=np.bool_)

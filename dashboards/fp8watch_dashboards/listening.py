@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp8watch.errors import BadInput
-from fp8watch.security import certificates
+from fp8watch.security import certificates, validity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,12 @@ class Listening:
             )
         if problems:
             raise BadInput(problems)
+
+    def remarks(self) -> list[str]:
+        """What browsers will refuse, or will soon, though it can be served; for what `check` has passed."""
+        if self.tls_cert is None or self.tls_key is None:
+            return []
+        return validity.dates(self.tls_cert, self.tls_key).faults(time.time())
 
     def options(self) -> dict[str, str]:
         """Streamlit's own options for it."""

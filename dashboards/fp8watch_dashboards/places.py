@@ -1,7 +1,7 @@
-"""Where runs and their stores lie: `FP8WATCH_DIR/runs/<run>/endpoint.json` names the store of each run.
+"""Where runs and their stores are: `FP8WATCH_DIR/runs/<run>/endpoint.json` names the store of each run.
 
-A store is opened for one query and closed again: Streamlit runs a script on whatever thread is free, and an
-engine's connection belongs to the thread that made it. Nothing here creates a file.
+A store is opened for one query and closed again, because Streamlit runs a script on any free thread, while a database
+connection belongs to the thread that made it. Nothing here creates a file.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ from fp8watch.controller.stores.sqlite import SqliteStore
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of `endpoint.json`; further keys are ignored."""
+    """The keys of `endpoint.json` that the console needs (all of them: `fp8watch.transport.endpoint.Endpoint`)."""
 
     store: str
     redis: str = ""
-    metrics_url: str = ""
-    pid: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlace:
-    """One run and the store that holds it."""
+    """A run and its store."""
 
     run: str
     store: Path | None
-    """None: the records are in the cluster's Redis (`endpoint.redis`), or its agent found no place to write and keeps
-    the run in memory, where nobody else can read it."""
+    """None: the records are in the cluster's Redis (`endpoint.redis`), or the agent found no place to write and keeps
+    them in its memory, where nobody else can read them."""
     endpoint: Endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The runs found under a folder, newest first, and what could not be read, by name."""
+    """The runs found under a folder, newest first, and a message for each file that could not be read."""
 
     places: list[RunPlace]
     problems: list[str]
@@ -47,9 +45,9 @@ class Listing:
 
 @contextmanager
 def open_store(path: Path) -> Iterator[Store]:
-    """The store in the file `path`, closed at the end.
+    """Open the store in the file `path`, and close it at the end.
 
-    Raises `FileNotFoundError` when there is none: opening would make an empty one.
+    Raises `FileNotFoundError` if there is no such file: SQLite would create an empty one.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no store at {path}")
@@ -58,7 +56,7 @@ def open_store(path: Path) -> Iterator[Store]:
 
 
 def find_runs(root: Path) -> Listing:
-    """Every run under `root` that has a readable `endpoint.json`, newest folder first."""
+    """Every run under `root` with a readable `endpoint.json`, the most recently written one first."""
     places: list[RunPlace] = []
     problems: list[str] = []
     found = [(path.stat().st_mtime, path) for path in root.glob("runs/*/endpoint.json")]
@@ -68,7 +66,7 @@ def find_runs(root: Path) -> Listing:
         except (OSError, msgspec.DecodeError) as error:
             problems.append(f"{path}: {error}")
             continue
-        # An absolute path stays as it is; joining an empty one would name the folder.
+        # Joining keeps an absolute path as it is; an empty one would become the folder itself.
         store = root.resolve() / endpoint.store if endpoint.store else None
         places.append(RunPlace(run=path.parent.name, store=store, endpoint=endpoint))
     return Listing(places=places, problems=problems)

@@ -1,4 +1,4 @@
-"""What the page shows of a run, in plain data: no Streamlit here, so every number can be checked without a page."""
+"""What the page shows of a run, as plain data: without Streamlit, so every number can be tested without a page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ruamel.yaml.error import YAMLError
 from fp8watch import action_words
 from fp8watch.controller.stores.base import Store
 from fp8watch.records import ActionRecord, Finding, RunRecord
-from fp8watch_dashboards.timeline import EMPTY, StepPoint, Timeline, TimelineReader
+from fp8watch_dashboards.timeline import StepPoint, Timeline, TimelineReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The numbers at the top of the page; None: not known, which is not 0."""
+    """The numbers at the top of the page. None means unknown, which is not 0."""
 
     state: str
     step: int
@@ -38,7 +38,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """Everything that one refresh of the page draws."""
+    """Everything that the page draws in one refresh."""
 
     record: RunRecord
     header: Header
@@ -48,7 +48,7 @@ class RunView:
 
 
 def read_view(store: Store, record: RunRecord, reader: TimelineReader) -> RunView:
-    """Read one run: all findings and actions (few), and of the frames only those that are drawn."""
+    """Read one run: all findings and actions, which are few, and only those frames that are drawn."""
     run = record.run
     findings = list(store.read(run, Finding))
     actions = sorted(store.read(run, ActionRecord), key=lambda action: (action.attempt, action.decided_step))
@@ -64,13 +64,8 @@ def read_view(store: Store, record: RunRecord, reader: TimelineReader) -> RunVie
     )
 
 
-def empty_view(record: RunRecord) -> RunView:
-    """A run that has said hello and nothing else."""
-    return RunView(record=record, header=_header(record, EMPTY, []), timeline=EMPTY, findings=[], actions=[])
-
-
 def policy_mode(text: str | None) -> str:
-    """The mode a run's policy text asks for; `observe` where it says nothing, as the schema has it."""
+    """The mode in a run's policy text; `observe` if there is none, which is the schema's default."""
     if not text:
         return "observe"
     try:
@@ -102,7 +97,7 @@ def finding_rows(findings: list[Finding]) -> list[dict[str, Any]]:
 
 
 def action_rows(actions: list[ActionRecord]) -> list[dict[str, Any]]:
-    """The action log, newest first, in the words of `fp8watch actions list`."""
+    """The action log, newest first, worded as in `fp8watch actions list`."""
     return [
         {
             "decided": action.decided_step,
@@ -124,12 +119,12 @@ def action_rows(actions: list[ActionRecord]) -> list[dict[str, Any]]:
 
 
 def evidence_text(evidence: dict[str, Any]) -> str:
-    """`name value` pairs on one line; floats to four digits."""
+    """`name value` pairs on one line, floats with four digits."""
     return ", ".join(f"{name} {_short(value)}" for name, value in evidence.items())
 
 
 def duration_text(seconds: float) -> str:
-    """`12 s`, `7 min`, `5 h` or `3 days`; a clock that is behind counts as 0 s."""
+    """`12 s`, `7 min`, `5 h` or `3 days`. Negative durations, from a clock that is behind, count as 0 s."""
     for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
         if seconds < limit:
             return f"{max(0, round(seconds / divisor))} {unit}"

@@ -1,7 +1,7 @@
-"""The alert rules: where the file is, and its copy in the chart: `python -m fp8watch_dashboards.rules` renews it.
+"""Copies the alert rules into the chart: `python -m fp8watch_dashboards.rules`.
 
-`dashboards/rules/fp8watch.yaml` is the one that is edited. A chart can only hold what lies in its own folder, so it has
-a copy, and a test fails when the two differ.
+Edit `dashboards/rules/fp8watch.yaml`. A chart can only use files in its own folder, so it has a copy; a test fails if
+the two differ.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ CHART_COPY = FILE.parents[2] / "helm" / "fp8watch" / "files" / "fp8watch-rules.y
 
 
 def text() -> str:
-    """The rules as they are edited."""
+    """The content of the rules file."""
     return FILE.read_text(encoding="utf-8")
 
 
 def main() -> None:
-    """Renew the chart's copy; prints where."""
+    """Write the chart's copy and print its path."""
     CHART_COPY.write_text(text(), encoding="utf-8")
     sys.stdout.write(f"{CHART_COPY}\n")
 

@@ -1,6 +1,6 @@
-"""The environment variables as a page: `python -m fp8watch_dashboards.settings_page` writes `docs/settings.md`.
+"""The settings reference page: `python -m fp8watch_dashboards.settings_page` writes `docs/settings.md`.
 
-What a setting says of itself is its docstring in `fp8watch/settings.py`, so that page and code cannot part.
+The description of a setting is its docstring in `fp8watch/settings.py`, so that page and code cannot diverge.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ FILE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 _INTRODUCTION = """\
 # Settings
 
-This page is written from `fp8watch/settings.py` and the console's options by
-`python -m fp8watch_dashboards.settings_page`. A variable that is empty counts as not set; one that is wrong is named,
-with all others that are (a command ends with exit code 2). What a command line or `attach` is given wins. "None" is
-what holds where nothing is set; a switch takes `1` and `0`, and `true` and `false`.
+This page is generated from `fp8watch/settings.py` and the console's options by
+`python -m fp8watch_dashboards.settings_page`. An empty variable counts as not set. All invalid variables are reported
+together (a command then ends with exit code 2). Command line options and arguments of `attach` take precedence. "None"
+describes the behaviour if a variable is not set. A switch accepts `1`, `0`, `true` and `false`.
 
-Training processes, agents, controllers and commands read the same variables, each what it has a use for. Who holds
-which key is in [SECURITY.md](../SECURITY.md).
+Training processes, agents, controllers and commands read the same variables, each those that it uses. Which process
+needs which key is in [SECURITY.md](../SECURITY.md).
 """
 _CONSOLE = """\
 ## The console
 
-Options of `fp8watch console` that can also be given so:
+Options of `fp8watch console` that can also be set by a variable:
 """
 _COMPOSE = """\
 ## docker-compose.yml
 
-| variable | default | what it says |
+| variable | default | meaning |
 | --- | --- | --- |
-| `FP8WATCH_UID` | `1000` | User of the containers, as whom training has to run: the socket takes no other's. |
-| `FP8WATCH_GID` | `1000` | Its group. |
+| `FP8WATCH_UID` | `1000` | User of the containers. Training has to run as the same user: the socket accepts no other. |
+| `FP8WATCH_GID` | `1000` | Group of the containers. |
 """
-_HEAD = "| variable | default | what it says |\n| --- | --- | --- |\n"
+_HEAD = "| variable | default | meaning |\n| --- | --- | --- |\n"
 
 
 def text() -> str:
-    """The page: a table of the settings in their order, one of the console's, one of the compose file's."""
+    """The page: one table each for the settings (in their order), the console's options and the compose file."""
     meanings = dict(field_docstrings(Settings))
     settings = [
         _row(f"FP8WATCH_{name.upper()}", field.default, meanings[name]) for name, field in Settings.model_fields.items()
@@ -64,7 +64,7 @@ def text() -> str:
 
 
 def field_docstrings(owner: type) -> Iterator[tuple[str, str]]:
-    """(field, the string below it) of a class, each on one line."""
+    """(name, docstring on one line) of every field of a class that has a docstring."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(definition, ast.ClassDef)
     body = definition.body
@@ -75,7 +75,7 @@ def field_docstrings(owner: type) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Write the page; prints where."""
+    """Write the page and print its path."""
     FILE.write_text(text(), encoding="utf-8")
     sys.stdout.write(f"{FILE}\n")
 

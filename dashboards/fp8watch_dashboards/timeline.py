@@ -1,8 +1,8 @@
-"""The steps of a run that are drawn, read from the store without reading the others.
+"""Reads the steps of a run that are drawn, and only those, from the store.
 
-A long run is sampled on a grid of a power-of-two stride, so that the points stay the same while the run grows.
-The neighbourhood of findings and actions and the newest steps are always read in full: a one-step spike that
-raised a finding is on the chart at any zoom. `Timeline.stride` says what was left out.
+A long run is sampled on a grid whose stride is a power of two, so that the points stay the same while the run grows.
+The steps around findings and actions and the newest steps are always read in full: a spike of one step that raised a
+finding is on the chart at any zoom. `Timeline.stride` tells what was left out.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from fp8watch.records import Layout, StepFrame
 from fp8watch_dashboards.headroom import Floats, Mask, format_limits, sample_headroom
 
 MAX_GRID_POINTS = 1024
-"""Grid steps read at most; a chart is about 1,200 pixels wide."""
+"""Most grid steps that are read; a chart is about 1,200 pixels wide."""
 FULL_NEWEST_STEPS = 64
 FULL_AROUND_EVENT_STEPS = 4
 MAX_EVENTS = 64
-"""Newest events whose neighbourhood is read in full."""
+"""Number of events, the newest ones, around which all steps are read."""
 MAX_STEP = 1 << 40
 SETTLED_AFTER_STEPS = 32
-"""Steps after which a frame is not expected to change any more (a slow rank's frame may still come in)."""
+"""Steps after which a step's frames count as complete (until then a slow rank's frame may still arrive)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
-    """One optimizer step of a run, its ranks merged."""
+    """One optimizer step of a run, merged over its ranks."""
 
     attempt: int
     step: int
     time_unix: float
     scalars: dict[str, float]
-    """As detectors see them, NaN and infinity included; absent: not reported."""
+    """As the detectors see them, including NaN and infinity; absent: not reported."""
     headroom: Floats
-    """One element a row of `Timeline.tensors`; NaN where it was not observed."""
+    """[rows of `Timeline.tensors`] NaN where not observed."""
     in_bf16: Mask
-    """Rows whose module ran in BF16 on any rank."""
+    """[rows of `Timeline.tensors`] whether the module ran in BF16 on any rank."""
 
     @property
     def loss(self) -> float | None:
-        """Mean over ranks; None: not reported."""
+        """Mean over ranks; None if not reported."""
         return self.scalars.get("loss")
 
 
@@ -59,7 +59,7 @@ class Timeline:
     points: list[StepPoint]
     """Ordered by attempt, then step."""
     tensors: list[tuple[str, str]]
-    """`(block, module:tensor)` of every row, blocks together, in model order."""
+    """`(block, module:tensor)` of every row, grouped by block, in model order."""
     first_step_of_attempt: dict[int, int]
     stride: int
     """1: every step was read."""
@@ -67,13 +67,13 @@ class Timeline:
     last_step: int
 
     def survives(self, point: StepPoint) -> bool:
-        """Whether no later attempt went back before this step."""
+        """Whether no later attempt started at or before this step, which would replace it."""
         return all(
             first > point.step for attempt, first in self.first_step_of_attempt.items() if attempt > point.attempt
         )
 
     def surviving(self) -> list[StepPoint]:
-        """The points of the timeline that counts, by step."""
+        """The points of the surviving timeline, by step."""
         return sorted((point for point in self.points if self.survives(point)), key=lambda point: point.step)
 
 
@@ -82,7 +82,7 @@ EMPTY = Timeline(points=[], tensors=[], first_step_of_attempt={}, stride=1, firs
 
 @dataclass(slots=True)
 class TimelineReader:
-    """Builds timelines of one run and remembers the settled points of the last one; not thread-safe."""
+    """Builds timelines of one run, and keeps the settled points of the last one. Not thread-safe."""
 
     run: str
     _points: dict[int, list[StepPoint]] = field(default_factory=dict)
@@ -92,10 +92,10 @@ class TimelineReader:
     _last_step: int = 0
 
     def read(self, store: Store, attempt: int, events: Iterable[int] = ()) -> Timeline:
-        """The timeline now.
+        """The current timeline.
 
-        `attempt` is the run's current one; `events` are the steps of findings and actions, whose neighbourhood
-        is read in full.
+        `attempt` is the run's current one; `events` are the steps of findings and actions, around which all steps are
+        read.
         """
         layouts = list(store.read(self.run, Layout))
         frames = _Frames(store=store, run=self.run)
@@ -114,7 +114,7 @@ class TimelineReader:
         found = {step: self._points[step] for step in wanted if step in self._points}
         for begin, end in _ranges(step for step in wanted if step not in found):
             found.update(points_of.of(store.read(self.run, StepFrame, begin, end)))
-        # A step beyond the head may still be repeated by the current attempt: only what lies well behind is kept.
+        # The current attempt may still repeat steps beyond the head: keep only points well behind it.
         self._points = {step: points for step, points in found.items() if step <= head - SETTLED_AFTER_STEPS}
         return Timeline(
             points=sorted((p for group in found.values() for p in group), key=lambda p: (p.attempt, p.step)),
@@ -126,7 +126,7 @@ class TimelineReader:
         )
 
     def _starts_of_attempts(self, store: Store, points: dict[int, list[StepPoint]], stride: int) -> dict[int, int]:
-        """The exact first step of every attempt: a grid sees it up to one stride late."""
+        """The exact first step of every attempt; the grid may show it up to one stride late."""
         starts: dict[int, int] = {}
         for step in sorted(points):
             for point in points[step]:
@@ -141,20 +141,20 @@ class TimelineReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frames:
-    """Looks for frames through bounded reads: an engine may sort all that a read selects before it gives the first."""
+    """Looks for frames in bounded reads: an engine may sort everything that a read selects before returning a row."""
 
     store: Store
     run: str
 
     def windows_from(self, step: int) -> Iterator[Iterator[StepFrame]]:
-        """The frames from `step` on, in windows that double in width; an empty one costs next to nothing."""
+        """The frames from `step` on, in windows of doubling width; an empty window costs next to nothing."""
         width = 16
         while step < MAX_STEP:
             yield self.store.read(self.run, StepFrame, step, step + width - 1)
             step, width = step + width, width * 2
 
     def first_step(self) -> int | None:
-        """The smallest step in the store; None when it holds no frame of the run."""
+        """The smallest step in the store; None if it has no frame of the run."""
         for window in self.windows_from(0):
             steps = [frame.step for frame in window]
             if steps:
@@ -162,7 +162,7 @@ class _Frames:
         return None
 
     def any_from(self, step: int, attempt: int | None = None) -> bool:
-        """Whether there is a frame (of `attempt`) at `step` or later."""
+        """Whether there is a frame (of `attempt`, if given) at `step` or later."""
         return any(
             attempt is None or frame.attempt == attempt for window in self.windows_from(step) for frame in window
         )
@@ -170,7 +170,7 @@ class _Frames:
 
 @dataclass(slots=True)
 class _Points:
-    """Turns the frames of all ranks into points, through the merge that detectors see."""
+    """Turns the frames of all ranks into points, by the same merge as for the detectors."""
 
     tensors: list[tuple[str, str]]
     layouts: list[Layout]
@@ -178,7 +178,7 @@ class _Points:
     _places: dict[Any, tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]] = field(default_factory=dict)
 
     def of(self, frames: Iterable[StepFrame]) -> dict[int, list[StepPoint]]:
-        """Points by step, those of a step by attempt."""
+        """The points by step, those of a step in order of attempt."""
         groups: dict[tuple[int, int], list[StepFrame]] = defaultdict(list)
         for frame in frames:
             groups[(frame.step, frame.attempt)].append(frame)
@@ -209,7 +209,7 @@ class _Points:
         )
 
     def _known(self, attempt: int) -> dict[tuple[int, int], Layout]:
-        """The layouts in force in an attempt: its own, else those of the attempts before it."""
+        """The layouts in force in an attempt: its own, else those of earlier attempts."""
         if attempt not in self._of_attempt:
             layouts = sorted((x for x in self.layouts if x.attempt <= attempt), key=lambda x: x.attempt)
             self._of_attempt[attempt] = {(layout.rank, layout.layout_id): layout for layout in layouts}
@@ -217,7 +217,7 @@ class _Points:
 
 
 def _rows(layouts: list[Layout]) -> list[tuple[str, str]]:
-    """Every tensor any rank announced: blocks in the order they first appear, tensors of a block together."""
+    """Every tensor that any rank announced, grouped by block; blocks in the order in which they first appear."""
     blocks: dict[str, dict[str, None]] = {}
     for layout in layouts:
         for column in layout.columns:
@@ -226,9 +226,10 @@ def _rows(layouts: list[Layout]) -> list[tuple[str, str]]:
 
 
 def _largest(exists: Callable[[int], bool], *, start: int, known: int) -> int:
-    """The largest step for which the falling predicate holds, by doubling and halving from the last known one.
+    """The largest step for which `exists` holds, by doubling and bisection from the last known one. `exists` must be
+    true up to some step and false beyond.
 
-    `start - 1` when it holds nowhere: about 2 log2(n) reads cold, two when nothing is new.
+    Returns `start - 1` if it holds nowhere. Takes about 2 log2(n) calls the first time, two if nothing is new.
     """
     low, span = max(start - 1, known), 1
     if known > start - 1 and not exists(known):
@@ -257,7 +258,7 @@ def _wanted_steps(start: int, last: int, head: int, stride: int, events: Iterabl
 
 
 def _ranges(steps: Iterable[int]) -> list[tuple[int, int]]:
-    """Runs of neighbouring steps, so that a stretch is one read."""
+    """Ranges of consecutive steps, so that each range is one read."""
     ranges: list[tuple[int, int]] = []
     for step in steps:
         if ranges and step == ranges[-1][1] + 1:

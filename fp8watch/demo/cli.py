@@ -1,4 +1,4 @@
-"""`fp8watch demo`: trains a small real GPT in FP8, breaks it, and shows how it is saved."""
+"""`fp8watch demo`: trains a small real GPT in FP8, breaks it, and shows how fp8watch saves it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ EXIT_BROKEN = 1
 
 
 def demo(
-    scenario: Annotated[str, typer.Option(help="What is to go wrong; see --list.")] = "frozen-scale",
+    scenario: Annotated[str, typer.Option(help="Fault to inject; see --list.")] = "frozen-scale",
     policy: Annotated[str, typer.Option(help="observe, auto, or a policy file.")] = "auto",
-    steps: Annotated[int | None, typer.Option(min=MIN_STEPS, max=1_000_000, help="Optimizer steps (400).")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of model and data.")] = 0,
-    fault_step: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="Step in which the fault begins (half-way).")
+    steps: Annotated[
+        int | None, typer.Option(min=MIN_STEPS, max=1_000_000, help="Optimizer steps (default: 400).")
     ] = None,
-    layer: Annotated[str | None, typer.Option(help="Where the fault is, for scenarios that have a layer.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of model and data.")] = 0,
+    fault_step: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="Step in which the fault begins (default: half-way).")
+    ] = None,
+    layer: Annotated[str | None, typer.Option(help="Layer of the fault, for scenarios that take one.")] = None,
     device: Annotated[
         str, typer.Option(help="cpu: FP8 is emulated; cuda: Transformer Engine, or emulated without it.")
     ] = "cpu",
@@ -43,7 +45,7 @@ def demo(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="No screen; the last line is one JSON object.")] = False,
-    list_scenarios: Annotated[bool, typer.Option("--list", help="Name the scenarios and stop.")] = False,
+    list_scenarios: Annotated[bool, typer.Option("--list", help="List the scenarios and exit.")] = False,
 ) -> None:
     """Train a small GPT in FP8 with a fault, watched, beside its healthy twin."""
     if list_scenarios:
@@ -129,7 +131,7 @@ def _run_screen(plan: Plan, with_unwatched: bool) -> None:
 
 
 def _program() -> str:
-    """How a person calls us from here: `make demo` runs a program that is not on the PATH."""
+    """What a person types to call this program again: after `make demo` it is not on the PATH."""
     ours = Path(sys.executable).with_name("fp8watch")
     if shutil.which("fp8watch") == str(ours) or not ours.exists():
         return "fp8watch"

@@ -1,8 +1,8 @@
-"""Text to train on that lies on every machine: the sources of Python's own standard library, as bytes.
+"""Training text that exists on every machine: the sources of Python's own standard library, as bytes.
 
-Every item is a function of (seed, index) alone, so twin runs see the same batches, and a data position is one
-number. The loader is torch's own `DataLoader`; faults in the data are faults of the dataset, keyed to the
-sample's index, and so come back when the data is read again.
+Every item is a function of (seed, index) alone, so twin runs see the same batches, and a data position is one number.
+The loader is torch's own `DataLoader`. Faults in the data are faults of the dataset, tied to sample indices, so they
+come back when the data is read again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 NUM_BYTES = 256
-"""Size of the vocabulary: one token a byte."""
+"""Size of the vocabulary: each byte is a token."""
 
 CORPUS_LIMIT_BYTES = 8 * 1024**2
-"""More than a demo reads; keeps start-up under a second."""
+"""More than a demo reads, and little enough to keep start-up under a second."""
 
-# Left out: tables and generated text (easy bytes that make batches uneven), tests, and what differs from
-# one machine to the next.
+# Left out: tables and generated text (easy bytes that make batches uneven), tests, and what differs between machines.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idlelib", "encodings", "pydoc_data", "lib2to3", "turtledemo", "ensurepip"}
     | {"site-packages", "dist-packages", "__pycache__"}
@@ -35,7 +34,7 @@ Item = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def source_files(root: Path) -> list[Path]:
-    """The Python sources under `root` in a fixed order (by relative path)."""
+    """The Python sources under `root`, in a fixed order (by relative path)."""
     files = []
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
@@ -53,7 +52,7 @@ def corpus() -> npt.NDArray[np.uint8]:
     for path in source_files(root):
         try:
             text = path.read_bytes()
-        except OSError:  # a dangling link of a distribution's package: the next file does as well
+        except OSError:  # a dangling link in a distribution's package: the next file will do
             continue
         parts.append(text)
         size += len(text)
@@ -66,7 +65,7 @@ def corpus() -> npt.NDArray[np.uint8]:
 
 
 class Windows(Dataset[Item]):
-    """`num_samples` windows of `length` bytes at places drawn from `seed`."""
+    """`num_samples` windows of `length` bytes, at places drawn from `seed`."""
 
     def __init__(self, *, seed: int, num_samples: int, length: int) -> None:
         self._text = corpus()

@@ -1,8 +1,8 @@
-"""A small SwiGLU GPT: the architecture of today's language models at a size that trains on two CPU cores.
+"""A small SwiGLU GPT: the architecture of today's language models, small enough to train on two CPU cores.
 
-Pre-norm blocks, rotary positions, SwiGLU. Everything a block multiplies is an `nn.Linear`, which
-`fp8watch.emulation.convert` (or Transformer Engine) puts into FP8; embedding, norms and head stay in high
-precision, as FP8 recipes have it.
+Pre-norm blocks, rotary positions, SwiGLU. Every matrix product in a block is an `nn.Linear`, which
+`fp8watch.emulation.convert` (or Transformer Engine) converts to FP8; embedding, norms and head stay in high precision,
+as in FP8 recipes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8watch.demo.data import NUM_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Size of the model; every width is a multiple of 16, which FP8 GEMMs ask for."""
+    """Size of the model; every width is a multiple of 16, as FP8 GEMMs require."""
 
     num_layers: int = 4
     width: int = 128
@@ -26,7 +26,7 @@ class Shape:
     hidden: int = 352
     """Width of the SwiGLU, about 8/3 of `width`."""
     length: int = 128
-    """Tokens in a sample."""
+    """Tokens per sample."""
 
 
 class Attention(nn.Module):
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate) * up): the product is where FP8 runs grow their outliers."""
+    """down(silu(gate) * up): FP8 runs grow their outliers in this product."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(shape.width, NUM_BYTES, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # GPT-2's initialisation: what adds into the residual stream shrinks with depth.
+                # GPT-2's initialisation: projections into the residual stream shrink with depth.
                 is_residual = name.endswith(("proj.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / ((2 * shape.num_layers) ** 0.5 if is_residual else 1.0))
 

@@ -1,4 +1,4 @@
-"""From what a person typed to the three trainings: checked, complete, with nothing started yet."""
+"""From command-line arguments to the three trainings: checked and complete, with nothing started yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8watch.errors import BadInput
 from fp8watch.policy.load import parse, read
 
 MIN_STEPS = 20
-"""The mean of the last 20 steps is what is compared."""
+"""The mean of the last 20 steps is what the demo compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def make_plan(
     device: Device = "cpu",
     engine: EngineName = "emulation",
 ) -> Plan:
-    """Raises `BadInput` with everything that is wrong."""
+    """The plan for these arguments. Raises `BadInput` with every problem."""
     problems = []
     chosen = SCENARIOS.get(scenario)
     if chosen is None:
@@ -95,7 +95,7 @@ def make_plan(
 
 
 def _fault_step(scenario: Scenario, config: TrainingConfig, wanted: int | None) -> int | None:
-    """Step in which the fault begins; what a scenario without a step of its own says of it."""
+    """Step in which the fault begins, or what it means for a scenario that does not take one."""
     if scenario.takes_fault_step:
         return wanted if wanted is not None else max(1, round(config.steps * scenario.fault_share))
     return config.warmup_steps if scenario.faulty else None

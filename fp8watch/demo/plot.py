@@ -1,4 +1,4 @@
-"""Curves in a terminal: braille cells, two dots wide and four high, one colour a curve."""
+"""Curves in a terminal: braille cells, two dots wide and four high, one colour per curve."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.text import Text
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _LABEL_WIDTH = 7
 MAX_VALUE = 1e6
-"""A loss beyond it is drawn nowhere, like one that is not finite."""
+"""Losses above it are not drawn, like those that are not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """(step, value) in the order of steps, and rich's name of a colour. Later curves lie on top."""
+    """(step, value) in order of steps, and rich's name of a colour. Later curves are drawn on top."""
 
     points: Sequence[tuple[int, float]]
     colour: str
@@ -31,7 +31,7 @@ class Marker:
 
 
 def plot(curves: Sequence[Curve], *, last_step: int, width: int, height: int, markers: Sequence[Marker] = ()) -> Text:
-    """Draw over steps 1 to `last_step` in `width` x `height` cells, the labels of the value axis included."""
+    """Draw steps 1 to `last_step` in `width` x `height` cells, including the labels of the value axis."""
     columns, rows = max(8, width - _LABEL_WIDTH), max(2, height)
     binned = [_binned(curve.points, last_step, columns * 2) for curve in curves]
     values = [value for bins in binned for value in bins if value is not None]
@@ -57,7 +57,7 @@ def plot(curves: Sequence[Curve], *, last_step: int, width: int, height: int, ma
 
 
 def _binned(points: Sequence[tuple[int, float]], last_step: int, num_bins: int) -> list[float | None]:
-    """Mean of the values in each bin that can be drawn."""
+    """Mean of the drawable values in each bin; None where there are none."""
     sums, counts = [0.0] * num_bins, [0] * num_bins
     for step, value in points:
         if abs(value) < MAX_VALUE:
@@ -68,7 +68,7 @@ def _binned(points: Sequence[tuple[int, float]], last_step: int, num_bins: int) 
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """All values but the highest twentieth, which is where training begins."""
+    """Range of all values except the highest twentieth, which is the start of training."""
     if not values:
         return 0.0, 1.0
     ordered = sorted(values)

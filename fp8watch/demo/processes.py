@@ -1,6 +1,6 @@
-"""Trainings as processes of their own, and the losses they send.
+"""Trainings as separate processes, and the losses they send.
 
-One thread of arithmetic each: three of them share two cores, and one thread adds in the same order always.
+Each uses one arithmetic thread: three of them share two cores, and one thread always adds in the same order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import msgspec
 from fp8watch.demo.config import RunSpec
 
 FINAL_STEPS = 20
-"""A loss that is shown as a number is the mean over this many optimizer steps, a final one over the last of them."""
+"""A loss shown as a number is the mean over this many optimizer steps; a final loss, over the last of them."""
 
 STOP_SECONDS = 10.0
-"""What a process has to end after it was asked to."""
+"""How long a process may take to end after it was asked to."""
 
 
 class Losses:
-    """Losses by step of the surviving timeline: a step that is replayed replaces what was there."""
+    """Losses by step of the surviving timeline: a replayed step replaces the earlier one."""
 
     def __init__(self) -> None:
         self._by_step: dict[int, float] = {}
@@ -35,7 +35,7 @@ class Losses:
         """Steps that a rollback undid."""
 
     def add(self, step: int, loss: float) -> None:
-        """Take one step in."""
+        """Add one step."""
         if step <= self.last_step:
             self.num_replayed += self.last_step - step + 1
             for undone in range(step, self.last_step + 1):
@@ -44,13 +44,13 @@ class Losses:
         self.last_step = step
 
     def series(self) -> list[tuple[int, float]]:
-        """(step, loss) in the order of steps; a copy."""
+        """(step, loss) in order of steps; a copy."""
         return sorted(self._by_step.copy().items())
 
     def mean(self, step: int) -> float | None:
-        """Mean of the `FINAL_STEPS` steps that end with `step` (of fewer at the beginning); None when one is missing.
+        """Mean of the `FINAL_STEPS` steps up to `step` (of fewer at the beginning); None when one is missing.
 
-        It is not finite when one of them is not.
+        Not finite when one of them is not.
         """
         wanted = range(max(1, step - FINAL_STEPS + 1), step + 1)
         losses = [self._by_step.get(number) for number in wanted]
@@ -58,13 +58,13 @@ class Losses:
         return sum(known) / len(known) if known and len(known) == len(losses) else None
 
     def final(self, steps: int) -> float | None:
-        """Mean of the last `FINAL_STEPS` of `steps`; None when one is missing, or when it is not finite."""
+        """Mean of the last `FINAL_STEPS` of `steps`; None when one is missing or the mean is not finite."""
         mean = self.mean(steps) if steps >= FINAL_STEPS else None
         return mean if mean is not None and math.isfinite(mean) else None
 
 
 class TrainingProcess:
-    """One worker, started at once. `errors` is the file its standard error goes to."""
+    """One worker, started at once. `errors` is the file for its standard error."""
 
     def __init__(self, spec: RunSpec, errors: Path) -> None:
         self.spec = spec
@@ -86,7 +86,7 @@ class TrainingProcess:
                 row = json.loads(line)
                 self.losses.add(int(row["step"]), float(row["loss"]))
             except (ValueError, KeyError, TypeError):
-                continue  # something else printed; what is missing shows in the result
+                continue  # not one of our lines; a missing loss shows in the result
 
     @property
     def pid(self) -> int:
@@ -94,18 +94,18 @@ class TrainingProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Exit code, once it has ended and all its losses are here; None before."""
+        """Exit code, once it has ended and all its losses have arrived; None before."""
         code = self._process.poll()
         return None if code is None or self._reader.is_alive() else code
 
     def wait(self) -> int:
-        """Its exit code, once it has ended and all its losses are here."""
+        """Exit code; waits until it has ended and all its losses have arrived."""
         code = self._process.wait()
         self._reader.join()
         return code
 
     def stop(self) -> None:
-        """End it if it runs."""
+        """End it if it is running."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -118,6 +118,6 @@ class TrainingProcess:
             self._process.stdout.close()
 
     def error_text(self, num_lines: int = 20) -> str:
-        """The end of what it wrote to standard error."""
+        """The last lines of its standard error."""
         lines = self.errors.read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])

@@ -1,4 +1,4 @@
-"""The one object that `fp8watch demo --json` ends with."""
+"""The JSON object at the end of `fp8watch demo --json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8watch.records import ActionRecord, Finding
 def as_json(
     plan: Plan, story: Story, *, watched: Losses, twin: Losses, unwatched: Losses | None, ended: str
 ) -> dict[str, Any]:
-    """Plain values only; a number that is not finite becomes null in losses and text (`nan`, `inf`) elsewhere.
+    """Plain values only. A number that is not finite becomes null in losses, and text (`nan`, `inf`) elsewhere.
 
     `ended`: how the watched run ended, `completed` or `halted`.
     """

@@ -1,4 +1,4 @@
-"""Runs a plan: starts the trainings, follows them, and waits until the watched run's end is on record."""
+"""Runs a plan: starts the trainings, follows them, and waits until the watched run's end has been recorded."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fp8watch.settings import Settings
 
 REFRESH_SECONDS = 0.5
 END_SECONDS = 20.0
-"""How long the background process may take to write its end: twice what it allows itself."""
+"""How long the background process may take to record its end: twice what it allows itself."""
 
 
 class TrainingFailed(Fp8watchError):
-    """A training ended that should have gone on; the end of what it wrote is in the text."""
+    """A training ended early; the message contains the end of its output."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """What there is to see now."""
+    """What can be shown now."""
 
     plan: Plan
     watched: Losses
@@ -35,7 +35,7 @@ class Progress:
     unwatched: Losses | None
     story: Story = field(default_factory=Story)
     ended: str = ""
-    """completed, halted; empty while the watched run goes on."""
+    """completed or halted; empty while the watched run continues."""
 
 
 def run_plan(
@@ -45,9 +45,9 @@ def run_plan(
     twin: Losses | None = None,
     listener: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
-    """Run it to its end; `twin` may be that of an earlier plan with the same twin.
+    """Run it to its end; `twin` may come from an earlier plan with the same twin.
 
-    Raises `TrainingFailed`. Leaves no process of its own behind, whatever happens.
+    Raises `TrainingFailed`. Never leaves a process of its own behind.
     """
     directory = Settings().dir
     processes: list[TrainingProcess] = []

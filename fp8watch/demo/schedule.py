@@ -1,7 +1,7 @@
 """The learning-rate schedule: linear warm-up, then cosine, as a factor of the scheduler's own position.
 
-A function bound with `functools.partial` and the names that Transformers uses, so that the state of the scheduler
-is its position alone.
+It is a function bound with `functools.partial`, with the parameter names that Transformers uses, so that the state of
+the scheduler is its position alone.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 
 Schedule = Callable[[int], float]
-"""Updates done -> factor of the peak LR."""
+"""Updates done -> factor on the peak LR."""
 
 
 def warmup_cosine(step: int, *, num_warmup_steps: int, num_training_steps: int, floor: float) -> float:
-    """Rises to 1 over the warm-up (never 0), falls to `floor` at the end, stays there."""
+    """Rises to 1 over the warm-up (never 0), falls to `floor` at the end, and stays there."""
     if step < num_warmup_steps:
         return (step + 1) / (num_warmup_steps + 1)
     progress = min(1.0, (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
@@ -23,5 +23,5 @@ def warmup_cosine(step: int, *, num_warmup_steps: int, num_training_steps: int, 
 
 
 def schedule(*, warmup_steps: int, steps: int, floor: float) -> Schedule:
-    """`warmup_cosine` of a training."""
+    """`warmup_cosine` for a training of this many steps."""
     return partial(warmup_cosine, num_warmup_steps=warmup_steps, num_training_steps=steps, floor=floor)

@@ -22,15 +22,15 @@ RUN, TWIN, UNWATCHED, FAULT = "bright_green", "bright_blue", "red", "yellow"
 PLOT_ROWS = 14
 MAX_LINES = 10
 SMOOTHING = 0.2
-"""Weight of the newest loss in the moving mean that is drawn: single batches differ by 5 %."""
+"""Weight of the newest loss in the drawn moving mean: single batches differ by 5 %."""
 
 
 _VERBS = {"sent": "orders", "waiting": "asks", "proposed": "would"}
-"""Status of an action that was not done (yet) -> how its line begins."""
+"""Status of an action that was not done (yet) -> first word of its line."""
 
 
 class Screen:
-    """Context manager; call it with every `Progress`. Without a terminal it writes lines as things happen."""
+    """Context manager; call it with every `Progress`. Without a terminal it prints lines as things happen."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -50,14 +50,14 @@ class Screen:
             self._live.stop()
 
     def __call__(self, progress: Progress) -> None:
-        """Show it."""
+        """Show the progress."""
         if self._is_live:
             self._live.update(render(progress, width=self._console.width))
             return
         steps = progress.plan.watched.config.steps
         lines = [f"step {step} of {steps}: {losses_line(progress, step)}" for step in _quarters(progress, steps)]
         for line in [*lines, *story_lines(progress)]:
-            # A rollback changes the losses of a quarter that was said; it is said once.
+            # A rollback changes the losses of a quarter that was already printed; it is printed only once.
             key = line.split(":")[0] if line in lines else line
             if key not in self._said:
                 self._said.add(key)
@@ -65,7 +65,7 @@ class Screen:
 
 
 def _quarters(progress: Progress, steps: int) -> list[int]:
-    """The quarters that all runs have behind them: losses of different steps say nothing about each other."""
+    """The quarters that all runs have completed: losses of different steps cannot be compared."""
     reached = _common_step(progress)
     return [step for step in range(max(1, steps // 4), steps + 1, max(1, steps // 4)) if reached >= step]
 
@@ -123,19 +123,19 @@ def _mean(losses: Losses, step: int) -> str:
 
 
 def _window(step: int) -> str:
-    """Which steps the losses are means of: the same for all runs, in the table too."""
+    """The steps that the shown losses are means of: the same for all runs, in the table too."""
     first = max(1, step - FINAL_STEPS + 1)
     return f"means of steps {first} to {step}" if step else "no step yet"
 
 
 def losses_line(progress: Progress, step: int) -> str:
-    """Every run's loss at this step in words."""
+    """Every run's loss at this step, as one line."""
     means = ", ".join(f"{name} {_mean(losses, step)}" for name, losses, _ in _runs(progress))
     return f"{means} ({_window(step)})"
 
 
 def story_lines(progress: Progress, *, with_warnings: bool = True) -> list[str]:
-    """Findings and actions in the order of their steps."""
+    """Findings and actions in order of their steps."""
     story = progress.story
     lines = [
         (finding.step, 0, f"found   {words.finding_line(finding, with_evidence=with_warnings)}")

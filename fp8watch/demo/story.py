@@ -1,6 +1,6 @@
-"""What the watched run's store says: the findings and actions, as anybody could read them.
+"""Findings and actions from the watched run's store, as anybody could read them.
 
-Nothing here knows of the fault that was put in.
+Nothing here knows the injected fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8watch.transport import endpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """Findings and actions of a run so far, in the order they were written."""
+    """Findings and actions of a run so far, in the order in which they were written."""
 
     findings: list[Finding] = field(default_factory=list)
     actions: list[ActionRecord] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Story:
 
 
 def read_story(directory: Path, run: str) -> Story:
-    """The story so far; empty while there is no store yet."""
+    """The story so far; empty while there is no store."""
     place = endpoint.read(directory, run)
     if place is None or not place.store or not Path(place.store).is_file():
         return Story()
@@ -49,7 +49,7 @@ def read_story(directory: Path, run: str) -> Story:
             actions=list(store.read(run, ActionRecord)),
             store=Path(place.store),
         )
-    except sqlite3.Error:  # busy, or its tables are being made
+    except sqlite3.Error:  # busy, or its tables are just being created
         return Story()
     finally:
         store.close()

@@ -1,7 +1,7 @@
-"""The training itself: model, optimizer, schedule and data from a config, and the loop that the README shows.
+"""The training itself: model, optimizer, schedule and data from a config, and the loop shown in the README.
 
-A watched run hands `fp8watch.attach`'s object to the loop; twin and unwatched runs hand `Bare`, which does with
-torch alone what a loop without fp8watch does. Nothing else differs between them.
+A watched run passes `fp8watch.attach`'s object to the loop; twin and unwatched runs pass `Bare`, which does with torch
+alone what a loop without fp8watch does. There is no other difference between them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fp8watch.demo.model import GPT, Shape
 from fp8watch.demo.scenarios.base import Fault
 
 SPARE_BATCHES = 512
-"""Data beyond the steps: a rollback may leave batches out."""
+"""Samples beyond the steps, in batches, because a rollback may leave batches out."""
 
 Report = Callable[[int, float], None]
-"""step, loss"""
+"""Called with step and loss."""
 
 
 class Watched(Protocol):
-    """What the loop asks of `fp8watch.Watch`, and of `Bare`."""
+    """The methods of `fp8watch.Watch` that the loop uses, also implemented by `Bare`."""
 
     @property
     def global_step(self) -> int:
@@ -41,28 +41,28 @@ class Watched(Protocol):
         """The loader's batches."""
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip; the norm before."""
+        """Clip in place; returns the norm before clipping."""
 
     def step(self, loss: torch.Tensor, /) -> None:
-        """The step's end."""
+        """End the step."""
 
 
 class Bare:
-    """A loop without fp8watch."""
+    """The same methods without fp8watch."""
 
     def __init__(self) -> None:
         self.global_step = 0
 
     def batches(self, loader: Iterable[Any], /) -> Iterator[Any]:
-        """As they come."""
+        """The loader's batches as they come."""
         return iter(loader)
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """torch's."""
+        """Clip with torch alone."""
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def step(self, loss: torch.Tensor, /) -> None:
-        """Counts."""
+        """Count the update."""
         self.global_step += 1
 
 
@@ -77,11 +77,11 @@ class Training:
     loader: DataLoader[Item]
     fault: Fault
     region: Region = nullcontext
-    """What each forward runs in."""
+    """Context that each forward runs in."""
 
 
 def build(config: TrainingConfig, fault: Fault) -> Training:
-    """A training at step 0; a function of its arguments alone."""
+    """A training at step 0; depends on its arguments alone."""
     torch.manual_seed(config.seed)
     model = GPT(Shape(num_layers=config.num_layers, width=config.width, length=config.length))
     model.to(config.device)
@@ -102,9 +102,9 @@ def build(config: TrainingConfig, fault: Fault) -> Training:
 
 
 def train(training: Training, watch: Watched, report: Report) -> None:
-    """Train to `config.steps` updates, however many have to be replayed; `report` hears of every step's loss.
+    """Train to `config.steps` updates, however many have to be replayed; `report` is called with every step's loss.
 
-    What is reported and watched is the plain cross-entropy; what is optimised carries the samples' weights.
+    The plain cross-entropy is reported and watched; the optimised loss is weighted by sample.
     """
     config, model, optimizer = training.config, training.model, training.optimizer
     for inputs, targets, weights in watch.batches(training.loader):

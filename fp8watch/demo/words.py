@@ -1,4 +1,4 @@
-"""Findings and actions as sentences a person can read on one line."""
+"""Findings and actions as sentences that fit on one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fp8watch.records import ActionRecord, Finding
 
 
 def finding_line(finding: Finding, *, with_evidence: bool = True) -> str:
-    """What, why, since when, where; and by what evidence."""
+    """What, why, since when and where; and on what evidence."""
     where = finding.tensor or finding.layer
     place = f" in {where}" if where else ""
     others = len(finding.layers) - 1
@@ -23,7 +23,7 @@ def finding_line(finding: Finding, *, with_evidence: bool = True) -> str:
 
 
 def action_line(action: ActionRecord) -> str:
-    """What was done, whether it is in force, whether it helped."""
+    """What was done, whether it is in force, and whether it helped."""
     shown = parameters(action.params)
     name = f"{action.action} ({shown})" if shown else action.action
     if action.applied_step is None:
@@ -35,7 +35,7 @@ def action_line(action: ActionRecord) -> str:
 
 
 def evidence(found: dict[str, Any]) -> str:
-    """The reasons as words where there are some, else the numbers."""
+    """The reasons in words where there are any, else the numbers."""
     words = found.get("for")
     if isinstance(words, list) and words:
         return "; ".join(str(word) for word in words)
@@ -43,7 +43,7 @@ def evidence(found: dict[str, Any]) -> str:
 
 
 def parameters(values: dict[str, Any], limit: int = 4) -> str:
-    """`name 3` of the plain ones, `3 names` of lists and mappings."""
+    """`name 3` for plain values, `3 names` for lists and mappings."""
     parts = []
     for name, value in list(values.items())[:limit]:
         if isinstance(value, float):

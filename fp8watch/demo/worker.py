@@ -1,7 +1,7 @@
-"""One training in a process of its own: `python -m fp8watch.demo.worker SPEC`, with SPEC a `RunSpec` as JSON.
+"""One training in a separate process: `python -m fp8watch.demo.worker SPEC`, with SPEC a `RunSpec` as JSON.
 
-Writes one JSON line a step to standard output, `{"step": 12, "loss": 2.71}`; a step that is replayed is
-written again. Losses that are not finite are written as NaN and Infinity, which Python's own reader takes.
+Writes one JSON line per step to standard output, `{"step": 12, "loss": 2.71}`; a replayed step is written again. Losses
+that are not finite are written as NaN and Infinity, which Python's own JSON reader accepts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8watch.demo.trainer import Bare, Training, Watched, build, train
 
 
 def make_fault(spec: RunSpec) -> Fault:
-    """The fault of a spec's scenario."""
+    """The fault of the spec's scenario."""
     if spec.fault_step is None:
         return Fault()
     setting = Setting(config=spec.config, fault_step=spec.fault_step, layer=spec.layer)
@@ -45,7 +45,7 @@ def attach(spec: RunSpec, training: Training) -> Watched:
 
 
 def write(step: int, loss: float) -> None:
-    """One line, at once: the screen is live."""
+    """Write one line and flush it, because the screen is live."""
     sys.stdout.write(json.dumps({"step": step, "loss": loss}) + "\n")
     sys.stdout.flush()
 

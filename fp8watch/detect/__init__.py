@@ -1,1 +1,1 @@
-"""Finding instability: pure detectors, attribution of the cause, one incident an event. No torch, no I/O."""
+"""Finding instability: pure detectors, attribution of the cause, one incident per event. No torch, no I/O."""

@@ -1,11 +1,11 @@
-"""amax_drift: a tensor's amax grows slowly, and further than those of its kind.
+"""amax_drift: a tensor's amax grows slowly, and more than the amax of its peers.
 
-Outliers of SwiGLU and of attention grow over thousands of steps, with nothing to see from one step to the next
-(arXiv 2409.12517: after 200 billion tokens). All amaxes move while a young model learns, so a tensor is held against
-the others of its kind (inputs, weights, ...): a warning where log2(amax) rises steadily (`fp8watch.detect.drift`)
-by `LIMIT_LOG2` more than the median tensor of the kind does, on any of three time scales. With fewer than `MIN_PEERS`
-tensors of a kind there is nothing to hold it against, and it takes `ALONE_LOG2`.
-A drift by itself harms nothing as long as the scale follows: it is never more than a warning.
+Outliers of SwiGLU and of attention grow over thousands of steps; from one step to the next nothing shows (arXiv
+2409.12517: after 200 billion tokens). Every amax moves while a model is young, so a tensor is compared with the other
+tensors of its kind (inputs, weights, ...). It is a warning when log2(amax) rises steadily (`fp8watch.detect.drift`) by
+`LIMIT_LOG2` more than the median tensor of the kind, on any of three time scales. A kind of fewer than
+`fp8watch.detect.drift.MIN_PEERS` tensors has no such median; there the limit is `ALONE_LOG2`.
+A drift does no harm as long as the scale follows it, so it is never more than a warning.
 Source: precursor P2 (a bit in 1,000 steps; here a bit in 224, 1,792 or 14,336 steps), detector default D3.
 """
 
@@ -15,18 +15,17 @@ import msgspec
 import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
-from fp8watch.detect.drift import SCALES, Trends
-from fp8watch.detect.tensors import Array, Table, carried, moved, observed, table_of
+from fp8watch.detect.drift import SCALES, Trends, beyond_peers
+from fp8watch.detect.tensors import Array, carried, moved, observed, table_of
 
 LIMIT_LOG2 = 1.0
 """Bits above its peers within a window."""
-MIN_PEERS = 4
 ALONE_LOG2 = 3.0
-"""Bits within a window where there are no peers."""
+"""Bits within a window, where there are no peers to compare with."""
 
 
 class AmaxDriftState(msgspec.Struct):
-    """Trends, and what each scale's last look found."""
+    """Trends, and the latest verdict on each time scale."""
 
     trends: Trends = msgspec.field(default_factory=Trends)
     excess: Array = msgspec.field(default_factory=lambda: np.zeros((0, SCALES), dtype=np.float32))
@@ -34,13 +33,13 @@ class AmaxDriftState(msgspec.Struct):
 
 
 class AmaxDrift:
-    """Slow growth of log2 amax against the tensor's peers."""
+    """Slow growth of log2 amax, compared with the tensor's peers."""
 
     name = "amax_drift"
     of_tensors = True
 
     def start(self) -> AmaxDriftState:
-        """Nothing seen."""
+        """The state before any sample."""
         return AmaxDriftState()
 
     def rolled_back(self, state: AmaxDriftState, step: int) -> AmaxDriftState:
@@ -50,7 +49,7 @@ class AmaxDrift:
         return state
 
     def update(self, state: AmaxDriftState, sample: Sample) -> tuple[AmaxDriftState, list[Symptom]]:
-        """Look at one step; verdicts change when a block ends."""
+        """Look at one step. Verdicts change only when a block ends."""
         column = observed(sample, "amax")
         if column is None:
             return state, []
@@ -61,7 +60,7 @@ class AmaxDrift:
         state.trends.follow(table.names)
         usable = column[1] & np.isfinite(column[0]) & (column[0] > 0)
         for i in state.trends.push(np.log2(np.where(usable, column[0], 1.0)), usable, sample.step):
-            now = _beyond_peers(state.trends.rise(i), table)
+            now = beyond_peers(state.trends.rise(i), table.kinds, LIMIT_LOG2, ALONE_LOG2)
             state.excess[:, i] = state.trends.kept(i, state.excess[:, i], now)
         if not state.excess.any():
             return state, []
@@ -90,15 +89,3 @@ class AmaxDrift:
                 },
             )
         ]
-
-
-def _beyond_peers(rise: Array, table: Table) -> Array:
-    """[num_tensors] rise above the median of the kind where it is beyond the limit, else 0."""
-    excess = rise.copy()
-    for kind in np.unique(table.kinds[rise > 0]):
-        peers = table.kinds == kind
-        alone = int(peers.sum()) < MIN_PEERS
-        limit = ALONE_LOG2 if alone else LIMIT_LOG2
-        beyond = rise[peers] - (0.0 if alone else np.median(rise[peers]))
-        excess[peers] = np.where(beyond >= limit, beyond, 0.0)
-    return excess

@@ -1,9 +1,9 @@
 """amax_jump: a tensor's amax leaps within one step.
 
-J = log2(amax) - median of its last 32 ordinary values. A weight moves by no more than an optimizer update a
-step, so a weight whose amax grows by more than 3 bits (8x) at once was not moved by the optimizer: a flipped
-bit, a bad load, a stray write. That is an act symptom in the step itself and while it lasts. Activations and
-gradients follow the batch; there a jump of 3 bits is a warning (an outlier) and no more.
+J = log2(amax) - median of its last 32 ordinary values. A weight moves by at most one optimizer update per step, so
+when its amax grows by more than 3 bits (8x) at once, something other than the optimizer moved it: a flipped bit, a bad
+load, a stray write. That is an act symptom in the step itself and for as long as it lasts. Activations and gradients
+follow the batch, so for them a jump of 3 bits is only a warning (an outlier).
 Source: detector default D3 (1 bit, 3 bits), precursor P2.
 """
 
@@ -22,32 +22,32 @@ MIN_BASELINE = 8
 JUMP_LOG2 = 3.0
 """Bits in one step that an optimizer update of ordinary size cannot make."""
 SLACK_LOG2 = 1.0
-"""Bits by which a median that is up to 7 steps old may be off; what comes so near is judged by the exact one."""
+"""How far a median that is up to 7 steps old may be off, in bits. Tensors this near are judged by the exact median."""
 FORGET_AFTER = 64
-"""Steps after which a level that stays is the new ordinary one."""
+"""Steps after which a level that persists becomes the new ordinary one."""
 
 
 class AmaxJumpState(msgspec.Struct):
-    """Ordinary log2 amax a tensor, and since when it has been out of it."""
+    """The ordinary log2 amax of each tensor, and since when each tensor has been outside it."""
 
     ordinary: Rows = msgspec.field(default_factory=Rows)
     since: dict[str, int] = {}
     jumped: list[str] = []
-    """Weights that jumped and have not come back."""
+    """Weights that jumped and have not returned."""
 
 
 class AmaxJump:
-    """Leaps of log2 amax against the tensor's own past."""
+    """Leaps of log2 amax, compared with the tensor's own past."""
 
     name = "amax_jump"
     of_tensors = True
 
     def start(self) -> AmaxJumpState:
-        """No baseline."""
+        """The state before any sample."""
         return AmaxJumpState()
 
     def rolled_back(self, state: AmaxJumpState, step: int) -> AmaxJumpState:
-        """Ordinary values stay true; what was out of them is undone."""
+        """Ordinary values stay valid; tensors outside them are forgotten."""
         state.since, state.jumped = {}, []
         return state
 
@@ -102,7 +102,7 @@ class AmaxJump:
         ]
 
     def _follow(self, state: AmaxJumpState, sample: Sample, out: Array, value: Array, is_weight: Array) -> None:
-        """Since when tensors have been out, and which weights got there in one step."""
+        """Update since when tensors have been outside, and which weights got there in one step."""
         names, before = state.ordinary.names, state.ordinary.last()
         known, outside = set(state.jumped), set()
         for i in np.flatnonzero(out):

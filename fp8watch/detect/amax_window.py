@@ -1,8 +1,8 @@
-"""Our own copy of every tensor's amax history, so that the scale there should be can be computed.
+"""Our own copy of every tensor's amax history, from which the correct scale can be computed.
 
-Delayed scaling takes its scale from the last `history_len` updates with a non-zero amax. A window is
-*complete* when we have seen that many updates, or every update since the state was created. Entries carry
-their step, so that a rollback can take back exactly what it undid.
+Delayed scaling takes its scale from the last `history_len` updates with a non-zero amax. A window is *complete* when we
+have seen that many updates, or every update since the state was created. Entries carry their step, so that a rollback
+can take back exactly what it undid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 class AmaxWindows:
-    """Rings of amax, one a tensor; row i belongs to `names[i]`. (No struct: `packed` says how it is encoded.)"""
+    """Rings of amax, one per tensor; row i belongs to `names[i]`. (Not a struct: `packed` defines the encoding.)"""
 
     __slots__ = (
         "amax", "count", "from_start", "infinite", "lengths", "names", "nan", "peak", "position", "steps",
@@ -27,22 +27,22 @@ class AmaxWindows:
         self.lengths: Array = np.zeros(num, dtype=np.int64)
         """history_len of each tensor."""
         self.amax: Array = np.zeros((num, size), dtype=np.float32)
-        """[num_tensors, longest length]; slots that hold nothing are 0."""
+        """[num_tensors, longest length]; empty slots are 0."""
         self.steps: Array = np.zeros((num, size), dtype=np.int64)
         self.position: Array = np.zeros(num, dtype=np.int64)
         """Where the next entry goes."""
         self.count: Array = np.zeros(num, dtype=np.int64)
-        """Entries that hold something, at most `lengths`."""
+        """Slots in use, at most `lengths`."""
         self.from_start: Array = np.zeros(num, dtype=np.bool_)
         """True: the library's window holds nothing older than our oldest entry (we saw the run's first step)."""
         self.peak: Array = np.zeros(num, dtype=np.float32)
         """Largest finite entry of each tensor, 0 where there is none."""
         self.infinite: Array = np.zeros(num, dtype=np.int64)
-        """Infinite entries: each freezes a `max` scale until it leaves."""
+        """Number of infinite entries: each freezes a `max` scale until it leaves the window."""
         self.nan: Array = np.zeros(num, dtype=np.int64)
-        """NaN entries: some kernels ignore them, others freeze."""
+        """Number of NaN entries: some kernels ignore them, others freeze the scale."""
         self.thinned_until = -1
-        """Step up to which `unpacked` left out entries that a later one exceeds; see there."""
+        """Step up to which `unpacked` left out entries that a later one exceeds (see `packed`); -1: none left out."""
 
     def remap(self, names: list[str], lengths: Array, *, from_start: bool) -> None:
         """Follow a new layout: tensors are matched by name, the newest entries are kept, new ones start empty."""
@@ -61,7 +61,7 @@ class AmaxWindows:
             values, steps = before.newest(old[name])
             keep = min(len(values), int(lengths[i]))
             self._write(i, values[len(values) - keep :], steps[len(steps) - keep :])
-            # A longer window than before may hold entries that we no longer have.
+            # A window longer than before may hold entries that we no longer have.
             self.from_start[i] = before.from_start[old[name]] and len(values) == keep
 
     def newest(self, row: int) -> tuple[Array, Array]:
@@ -75,21 +75,21 @@ class AmaxWindows:
         at = self.position[rows]
         leaving = self.amax[rows, at]
         full = self.count[rows] == self.lengths[rows]
-        # Once something falls out, completeness no longer rests on having seen the beginning.
+        # Once an entry falls out, completeness no longer rests on having seen the beginning.
         self.from_start[rows[full]] = False
         self.amax[rows, at], self.steps[rows, at] = amax, step
         self.position[rows] = (at + 1) % self.lengths[rows]
         self.count[rows] = np.minimum(self.count[rows] + 1, self.lengths[rows])
         finite = np.where(np.isfinite(amax), amax, 0.0)
         self.peak[rows] = np.maximum(self.peak[rows], finite)
-        # Only where the largest entry left, or something not finite did, is the whole ring looked at.
+        # The whole ring is scanned only where the largest entry or a non-finite one has left it.
         stale = full & ((leaving >= self.peak[rows]) | ~np.isfinite(leaving))
         self.infinite[rows] += np.isinf(amax)
         self.nan[rows] += np.isnan(amax)
         self._refresh(rows[stale])
 
     def is_complete(self) -> Array:
-        """[num_tensors] True where everything in the library's window is also in ours."""
+        """[num_tensors] True where our window holds everything that the library's window holds."""
         complete: Array = (self.from_start | (self.count == self.lengths)) & (self.count > 0)
         return complete
 
@@ -101,21 +101,21 @@ class AmaxWindows:
         return np.where(self.count > 0, last, np.float32(0))
 
     def shorten(self, row: int, keep: int) -> None:
-        """Keep only the newest `keep` entries of a tensor, the library's window having been purged."""
+        """Keep only the newest `keep` entries of a tensor, because the library's window was purged."""
         values, steps = self.newest(row)
         self._write(row, values[len(values) - keep :], steps[len(steps) - keep :])
         self.from_start[row] = True
 
     def forget(self, rows: Array) -> None:
-        """Begin anew with an unknown past."""
+        """Start again with an unknown past."""
         self.amax[rows] = 0.0
         self.count[rows], self.position[rows], self.from_start[rows] = 0, 0, False
         self.peak[rows], self.infinite[rows], self.nan[rows] = 0.0, 0, 0
 
     def cut(self, step: int) -> None:
-        """A rollback to `step`: drop later entries. What had fallen out of our ring before stays unknown."""
+        """Roll back to `step`: drop later entries. Entries that had already fallen out of our ring stay unknown."""
         if step < self.thinned_until:
-            # What is dropped now had exceeded entries that were left out: they are the window again, and not known.
+            # The entries dropped now had hidden smaller ones that `packed` left out: those are the window, and unknown.
             self.forget(np.arange(len(self.names)))
             self.thinned_until = -1
             return
@@ -126,9 +126,9 @@ class AmaxWindows:
                 self._write(row, values[:keep], steps[:keep])
 
     def packed(self) -> list[Any]:
-        """What `unpacked` needs, a hundredth in size: only entries that no later one of their window exceeds.
+        """The input of `unpacked`, a hundredth of the size: only entries that no later entry of their window exceeds.
 
-        They are all that the largest of the window can ever be as it moves on, for they leave in order.
+        Entries leave in order, so only these can ever become the largest of the window as it moves on.
         """
         num, size = self.amax.shape
         age = np.arange(size)
@@ -154,7 +154,7 @@ class AmaxWindows:
 
     @classmethod
     def unpacked(cls, packed: list[Any]) -> AmaxWindows:
-        """Windows that go on as those did that were packed; only a rollback to before that finds them unknown."""
+        """Windows that continue as the packed ones would; after a rollback to before the packing they are unknown."""
         names, num, size, until, *rest = packed
         lengths, position, count, from_start, rows, slots, amax, steps = (
             np.frombuffer(data, dtype=np.dtype(kind)).copy() for kind, data in rest

@@ -1,11 +1,11 @@
 """attention_logit: the largest attention logit max(q k / sqrt(d)) grows out of bounds.
 
-A softmax over logits in the hundreds is one-hot, its gradient vanishes, and q and k go on growing (Kimi K2 saw more
-than 1,000 and clips q and k at tau = 100, which is Megatron's `qk_clip_threshold` too). Warn above 50 in 3 of the last
-8 observations. To act takes 100 in 3 of 8 and a growth by 1.5x over the run's own median of the last 256: a model that
-lives at a steady 120 is not helped by anybody; or `HARD` = 1,000, from which no run is known to have come back by
-itself. Must be given: `watch.record(attention_logit_max=...)`, a number or a mapping from modules; no FP8 library
-keeps it. Source: detector default D9, precursor P10.
+A softmax over logits in the hundreds is one-hot, its gradient vanishes, and q and k keep growing (Kimi K2 saw more than
+1,000 and clips q and k at tau = 100, which is also Megatron's `qk_clip_threshold`). Warn above 50 in 3 of the last 8
+observations. Act above 100 in 3 of 8 when the logit has also grown by 1.5x over the run's own median of the last 256
+(no action helps a model that lives at a steady 120), or above `HARD` = 1,000, from which no run is known to have
+recovered. The value has to be given, `watch.record(attention_logit_max=...)`, as a number or a mapping from modules: no
+FP8 library keeps it. Source: detector default D9, precursor P10.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8watch.detect.given import given, module_of
 SCALAR = "attention_logit_max"
 WARN, ACT, HARD = 50.0, 100.0, 1_000.0
 GROWTH = 1.5
-"""Times the median of the run's past that makes a level a growth."""
+"""A level this many times the median of the run's past counts as growth."""
 WINDOW, STEPS = 8, 3
 PAST, MIN_PAST = 256, 32
 
@@ -41,22 +41,22 @@ class AttentionLogitState(msgspec.Struct):
 
 
 class AttentionLogit:
-    """Largest attention logit, of the run or by module."""
+    """Largest attention logit, of the run or per module."""
 
     name = "attention_logit"
 
     def start(self) -> AttentionLogitState:
-        """Nothing seen."""
+        """The state before any sample."""
         return AttentionLogitState()
 
     def rolled_back(self, state: AttentionLogitState, step: int) -> AttentionLogitState:
-        """The newest values are undone; the past is long and stays."""
+        """The newest values are undone; the past is long and stays valid."""
         for series in state.series.values():
             series.recent, series.since = [], -1
         return state
 
     def update(self, state: AttentionLogitState, sample: Sample) -> tuple[AttentionLogitState, list[Symptom]]:
-        """Look at one step that has a logit; others pass."""
+        """Look at one step; steps without a logit are ignored."""
         values = given(sample, SCALAR)
         found: list[tuple[float, str, bool]] = []
         for name, value in values.items():

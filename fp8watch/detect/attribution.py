@@ -1,8 +1,8 @@
-"""From symptoms to a cause, by weighing the evidence of a window, for and against each.
+"""From symptoms to a cause, by weighing the evidence of a window for and against each hypothesis.
 
-No detector stands for a cause: a loss spike may come from a frozen scale, a learning rate, a batch or a flipped
-bit. Each hypothesis below looks for its own traces in the window (`Context`), says what it found, and what speaks
-against it; the one with most weight wins if it has at least `ENOUGH` and leads; else the cause is unknown. BF16
+No detector implies a cause: a loss spike may come from a frozen scale, a learning rate, a batch or a flipped bit. Each
+hypothesis below looks for its own traces in the window (`Context`) and records what supports it and what contradicts
+it. The heaviest wins if it weighs at least `ENOUGH` and is ahead of the others; otherwise the cause is unknown. BF16
 runs diverge too, so precision needs a precision trace of its own.
 """
 
@@ -21,13 +21,13 @@ from fp8watch.detect.window import is_everywhere, is_growing, is_loss_ordinary, 
 from fp8watch.records import Cause
 
 LOOK_BACK = 32
-"""Samples before the onset in which a cause may show."""
+"""Samples before the onset in which traces of a cause may lie."""
 ENOUGH = 2.0
-"""Weight a cause must have."""
+"""Smallest weight of a cause that is named."""
 LOOSE_LIMIT = 10.0
-"""Times the ordinary gradient norm from which on a clip limit is none."""
+"""A clip limit of this many times the ordinary gradient norm or more limits nothing."""
 UPDATE_BOUND = 100.0
-"""No element moves further than this many RMS of the update (Adam's largest step is about 10 of them)."""
+"""No element moves further than this many times the RMS of the update (Adam's largest step is about 10)."""
 
 
 @dataclass(slots=True)
@@ -40,26 +40,26 @@ class Case:
     against: list[str] = field(default_factory=list)
 
     def speaks_for(self, weight: float, reason: str) -> None:
-        """Evidence for it."""
+        """Add evidence for the cause."""
         self.weight += weight
         self.support.append(reason)
 
     def speaks_against(self, weight: float, reason: str) -> None:
-        """Evidence against it."""
+        """Add evidence against the cause."""
         self.weight -= weight
         self.against.append(reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """The verdict and how it came about."""
+    """The cause that was named, and the evidence for and against it."""
 
     cause: Cause
     evidence: dict[str, Any]
 
 
 def attribute(symptom: Symptom, context: Context, modules: Sequence[str] = ()) -> Attribution:
-    """The cause of a symptom of these modules; the context holds the symptom's own step already."""
+    """The cause of a symptom of these modules. The context must already hold the symptom's own step."""
     since = symptom.onset_step - LOOK_BACK * context.stride()
     cases = [
         _bookkeeping(symptom, context, since),
@@ -143,7 +143,7 @@ def _hardware(symptom: Symptom, context: Context, since: int) -> Case:
 
 
 def _single_rank(symptom: Symptom, context: Context) -> str:
-    """Which quantity is out of range on few ranks only, in words; empty: none, or not known."""
+    """Which quantity is out of range on few ranks only, in words; empty: none, or unknown."""
     names = {"loss_spike": ("loss",), "grad_spike": ("grad_norm",), "nonfinite": ("loss", "grad_norm", "update_rms")}
     for name in names.get(symptom.detector, ()):
         if context.is_one_rank(name):
@@ -197,8 +197,8 @@ def _optimisation(symptom: Symptom, context: Context, since: int) -> Case:
 
 
 def _loose_limit(case: Case, symptom: Symptom, context: Context) -> None:
-    """A burst that a clip limit let through, under an ordinary loss, in every layer alike: it came with the gradient
-    of the loss, so no layer's format or device made it, and the limit that should have caught it does not limit."""
+    """A burst that passed the clip limit, under an ordinary loss, in every layer alike. It came with the gradient of
+    the loss, so neither a layer's format nor a device made it, and the limit that should have caught it is too high."""
     norm, ordinary = symptom.evidence["grad_norm"], symptom.evidence["ordinary_grad_norm"]
     limit = symptom.evidence.get("clip_limit")
     if limit is None or norm > limit or limit < LOOSE_LIMIT * ordinary:

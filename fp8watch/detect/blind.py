@@ -1,10 +1,10 @@
-"""blind: fp8watch sees less than it did, or than there is.
+"""blind: fp8watch sees less than it did, or less than there is.
 
-Silence is the worst failure, so what is missing is a finding: ranks that give no frames, steps that never arrived,
-tensors that are no longer observed, a loss or gradient norm that has stopped coming. Each must last: stragglers and a
-dropped frame are everyday life. (A detector that fails is reported under this name too, by the pipeline.)
-Only live frames are judged; the log of another tool has gaps of its own. Source: the rule that what is not observed
-is said by name.
+Silence is the worst failure, so missing data is a finding: ranks that send no frames, steps that never arrived, tensors
+that are no longer observed, a loss or gradient norm that has stopped coming. Each must last, because stragglers and a
+dropped frame are normal. (The pipeline also reports a failing detector under this name.)
+Only live frames are judged; the log of another tool has gaps of its own. Source: the rule that whatever is not observed
+is named.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.tensors import Array, carried, high_precision, moved, table_of
 
 STEPS = 16
-"""Steps in a row that ranks, tensors or scalars must be missing."""
+"""Steps in a row for which ranks, tensors or scalars must be missing."""
 MISSED = 8
-"""Steps of the last `WINDOW` that must not have arrived."""
+"""Steps of the last `WINDOW` that must be missing."""
 WINDOW = 64
 SHARE = 0.1
-"""Share of the tensors seen before that must be missing, at least one."""
+"""Share of the tensors seen before (at least one tensor) that must be missing."""
 SCALARS = ("loss", "grad_norm")
 
 
 class BlindState(msgspec.Struct):
-    """What was seen, and for how long it has been missing."""
+    """What has been seen, and for how long it has been missing."""
 
     names: list[str] = []
     seen_before: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     unseen: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[num_tensors] steps in a row without an amax."""
     columns_gone: int = 0
-    """Steps in a row without any amax column, after there was one."""
+    """Steps in a row without any amax column, once there has been one."""
     known: dict[str, int] = {}
-    """Scalar -> steps in which it came, while it comes."""
+    """Scalar -> steps in which it came, for scalars that still come."""
     gone: dict[str, int] = {}
-    """Scalar that used to come -> steps without it."""
+    """Scalar that used to come -> steps since."""
     ranks_short: int = 0
     last_step: int = -1
     missed: list[list[int]] = []
-    """[step, how many before it never arrived], of the newest `WINDOW` steps."""
+    """[step, number of steps missing just before it], for the newest `WINDOW` steps."""
 
 
 class Blind:
@@ -52,17 +52,17 @@ class Blind:
     name = "blind"
 
     def start(self) -> BlindState:
-        """Nothing seen."""
+        """The state before any sample."""
         return BlindState()
 
     def rolled_back(self, state: BlindState, step: int) -> BlindState:
-        """Steps begin again after `step`; what used to be seen still ought to be."""
+        """Steps start again after `step`; what has been seen is still expected."""
         state.last_step, state.missed = step, []
         state.ranks_short = 0
         return state
 
     def update(self, state: BlindState, sample: Sample) -> tuple[BlindState, list[Symptom]]:
-        """Look at one live step; those of logs pass."""
+        """Look at one live step; steps of logs are ignored."""
         if sample.expected_ranks <= 0:
             return state, []
         evidence: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class Blind:
         return sum(item[1] for item in state.missed)
 
     def _tensors(self, state: BlindState, sample: Sample) -> Array:
-        """Indices of tensors that have not been observed for long enough, if they are many enough."""
+        """Indices of tensors unobserved for long enough; empty unless they are enough tensors."""
         none = np.zeros(0, dtype=np.int64)
         if "amax" not in sample.values or not sample.tensors:
             state.columns_gone = state.columns_gone + 1 if state.seen_before.any() else 0
@@ -129,7 +129,7 @@ class Blind:
             state.seen_before[:], state.unseen[:] = True, 0
             return none
         here = valid.astype(np.bool_)
-        # In BF16 there may be nothing to read: that is known, and no blindness.
+        # In BF16 there may be nothing to read: that is known, and not blindness.
         excused = high_precision(sample)
         state.unseen = np.where(here | excused, 0, state.unseen + 1)
         state.seen_before |= here

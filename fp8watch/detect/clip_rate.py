@@ -1,11 +1,11 @@
-"""clip_rate: more and more steps run into the clip limit.
+"""clip_rate: more and more steps hit the clip limit.
 
-Clipping is for transients; Adam does not feel a limit that every step runs into, and a rate that has risen for good
-says that the gradient norm has. The share of clipped steps (gradient norm before clipping above the limit) over
-`WINDOW` steps is held against the run's own past, the lowest share of any earlier window under limits of the same
-kind: warn above 5 % and 3x that, in the words of the default "severe" above 20 %. Runs that clip every step from the
-start on (short limits, large models) are not reported: that is how they are trained. A limit that changes starts anew.
-Never to act: what to do about it is the business of what moves the norm.
+Clipping is meant for transients. Adam does not feel a limit that every step hits, and a clip rate that has risen for
+good says that the gradient norm has. The share of clipped steps (gradient norm before clipping above the limit) over
+`WINDOW` steps is compared with the lowest share of any earlier window under the same limit. Warn above 5 % and 3x that
+lowest share; above 20 % the evidence says "severe". Runs that clip every step from the start (low limits, large models)
+are not reported: they are trained that way. A changed limit starts a new past. Never an act symptom: the remedy belongs
+to whatever moves the norm.
 Source: detector default D14 (5 % and 20 % of 300 steps); healthy runs of 130 M to 1.2 B parameters clip at most 0.5 %.
 """
 
@@ -20,18 +20,18 @@ from fp8watch.detect.base import Sample, Symptom
 WINDOW = 300
 WARN, SEVERE = 0.05, 0.20
 TIMES = 3.0
-"""Times the lowest share of an earlier window."""
+"""Factor over the lowest share of an earlier window."""
 REST = 0.01
-"""Share that is believed to be a run's ordinary one, at least."""
+"""Smallest share assumed to be ordinary for a run."""
 
 
 class ClipRateState(msgspec.Struct):
-    """A ring of flags, and what the run has shown."""
+    """The clip flags of the window, and the lowest share so far."""
 
     flags: list[bool] = []
-    """Of the newest steps, oldest first."""
+    """Whether each of the newest steps was clipped, oldest first."""
     clipped: int = 0
-    """How many of them are set."""
+    """How many flags are set."""
     lowest: float = 2.0
     """Lowest share of a full window so far; 2: none yet."""
     points: int = 0
@@ -40,20 +40,20 @@ class ClipRateState(msgspec.Struct):
 
 
 class ClipRate:
-    """Share of clipped steps against the run's own past."""
+    """Share of clipped steps, compared with the run's own past."""
 
     name = "clip_rate"
 
     def start(self) -> ClipRateState:
-        """Nothing seen."""
+        """The state before any sample."""
         return ClipRateState()
 
     def rolled_back(self, state: ClipRateState, step: int) -> ClipRateState:
-        """The window begins anew; the run's ordinary share stays."""
+        """The window starts again; the lowest share stays."""
         return ClipRateState(lowest=state.lowest, limit=state.limit)
 
     def update(self, state: ClipRateState, sample: Sample) -> tuple[ClipRateState, list[Symptom]]:
-        """Look at one step that has a norm and a limit; others pass."""
+        """Look at one step; steps without a norm and a limit are ignored."""
         limit, norm = sample.scalars.get("clip_limit"), sample.scalars.get("grad_norm")
         if limit is None or norm is None or not 0 < limit < math.inf or not math.isfinite(norm):
             return state, []

@@ -1,4 +1,4 @@
-"""What attribution looks back on: the newest steps' scalars, and every symptom of them, reported or not."""
+"""The window that attribution looks back on: scalars of the newest steps, and all their symptoms, reported or not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fp8watch.detect.base import Sample, Symptom
 from fp8watch.records import Severity
 
 LENGTH = 128
-"""Samples looked back on."""
+"""Length of the window in samples."""
 SCALARS = ("loss", "grad_norm", "learning_rate", "update_rms", "loss_micro_max", "loss_micro_median")
 
 
 class Seen(msgspec.Struct, kw_only=True):
-    """A symptom, as far as attribution needs it."""
+    """The parts of a symptom that attribution needs."""
 
     detector: str
     severity: Severity
@@ -28,12 +28,12 @@ class Seen(msgspec.Struct, kw_only=True):
 
 
 class Probe(msgspec.Struct):
-    """A layer's FP8 GEMM held against the same one in BF16."""
+    """Comparison of a layer's FP8 GEMM with the same GEMM in BF16."""
 
     step: int
     module: str
     error: float
-    """Relative; NaN where a result was not finite."""
+    """Relative error; NaN where a result was not finite."""
 
 
 class Context(msgspec.Struct):
@@ -42,13 +42,13 @@ class Context(msgspec.Struct):
     steps: list[int] = []
     scalars: list[dict[str, float]] = []
     medians: list[dict[str, float]] = []
-    """Of the ranks, likewise; empty in a run of one."""
+    """The same scalars as medians over ranks; empty in a run of one rank."""
     seen: list[Seen] = []
     probes: list[Probe] = []
     num_ranks: int = 1
 
     def push(self, sample: Sample, symptoms: list[Symptom]) -> None:
-        """Take a step in."""
+        """Add one step and its symptoms."""
         self.steps.append(sample.step)
         self.scalars.append(_known(sample.scalars))
         self.medians.append(_known(sample.rank_median))
@@ -77,14 +77,14 @@ class Context(msgspec.Struct):
             self.probes.append(Probe(sample.step, sample.tensors[int(row)].module, float(errors[int(row)])))
 
     def cut(self, step: int) -> None:
-        """A rollback to `step`: later steps did not happen."""
+        """Roll back to `step`: forget later steps."""
         keep = sum(seen <= step for seen in self.steps)
         self.steps, self.scalars, self.medians = self.steps[:keep], self.scalars[:keep], self.medians[:keep]
         self.probes = [probe for probe in self.probes if probe.step <= step]
         self.seen = [seen for seen in self.seen if seen.step <= step]
 
     def series(self, name: str, first: int, last: int) -> list[float]:
-        """Finite values of a scalar in steps first..last, both included."""
+        """Finite values of a scalar in steps first to last, inclusive."""
         return [
             row[name]
             for step, row in zip(self.steps, self.scalars, strict=True)
@@ -92,9 +92,9 @@ class Context(msgspec.Struct):
         ]
 
     def is_one_rank(self, name: str) -> bool:
-        """Whether the newest step's scalar is out of range on less than half of the ranks: their median is ordinary.
+        """Whether fewer than half of the ranks are out of range in the newest step, so that their median is ordinary.
 
-        False where it is not known: fewer than three ranks, or no past to tell ordinary from not.
+        False where that is unknown: fewer than three ranks, or no past to compare with.
         """
         if self.num_ranks < 3 or not self.medians or name not in self.medians[-1]:
             return False
@@ -110,7 +110,7 @@ class Context(msgspec.Struct):
         return max(1, self.steps[-1] - self.steps[-2]) if len(self.steps) > 1 else 1
 
     def find(self, detector: str, severity: Severity | None = None, since: int = 0) -> Seen | None:
-        """The newest symptom of a detector at or after a step, of this severity if given."""
+        """The newest symptom of a detector at or after step `since`, of this severity if one is given."""
         for seen in reversed(self.seen):
             if seen.detector == detector and seen.step >= since and severity in (None, seen.severity):
                 return seen

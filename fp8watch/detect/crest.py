@@ -1,10 +1,10 @@
-"""crest: a few elements stand so far above the rest of a tensor that the rest has no room left in the format.
+"""crest: a few elements are so far above the rest of a tensor that the rest has no room left in the format.
 
-c = amax / RMS. E4M3 rounds to zero what lies below amax / 458,752, so of a normal body it loses 1.74e-6 * c * 2^margin:
-1 % at c = 5,750 (measured on 4.2 M samples; the signal-to-noise ratio goes *up* meanwhile, so it is no alarm). The RMS
-comes from what sampled steps measure: sqrt(mse * 10^(snr / 10)). A warning beyond `LIMIT` and three times the
-tensor's own median, in two sampled steps in a row; what is really lost is counted by `underflow`, and acted on there.
-E5M2 loses 1.06e-10 * c: not looked at. Source: detector default D4 and precursor P3.
+c = amax / RMS. E4M3 rounds everything below amax / 458,752 to zero, so a normal body loses 1.74e-6 * c * 2^margin of
+its elements: 1 % at c = 5,750 (measured on 4.2 M samples; the signal-to-noise ratio *rises* meanwhile and raises no
+alarm). The RMS comes from the statistics of sampled steps: sqrt(mse * 10^(snr / 10)). Warn above `LIMIT` and three
+times the tensor's own median, in two sampled steps in a row. What is really lost is counted, and acted on, by
+`underflow`. E5M2 loses 1.06e-10 * c and is not checked. Source: detector default D4 and precursor P3.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved,
 
 LIMIT = 1e3
 TIMES = 3.0
-"""Times its own median, once it has one."""
+"""Factor over the tensor's own median, once it has one."""
 WINDOW, MIN_BASELINE = 32, 16
 STEPS = 2
-"""Sampled steps in a row."""
+"""Sampled steps in a row above the limit."""
 LOST_PER_CREST = 1.74e-6
 """Share of a normal body that E4M3 rounds to zero, per unit of c at margin 0."""
 
 
 class CrestState(msgspec.Struct):
-    """log2 of ordinary crest factors, and how long each tensor has been beyond."""
+    """log2 of ordinary crest factors, and for how many sampled steps each tensor has been above its limit."""
 
     ordinary: Rows = msgspec.field(default_factory=Rows)
     over: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -34,22 +34,22 @@ class CrestState(msgspec.Struct):
 
 
 class Crest:
-    """amax over RMS of E4M3 tensors."""
+    """amax / RMS of E4M3 tensors."""
 
     name = "crest"
     of_tensors = True
 
     def start(self) -> CrestState:
-        """Nothing seen."""
+        """The state before any sample."""
         return CrestState()
 
     def rolled_back(self, state: CrestState, step: int) -> CrestState:
-        """Ordinary values stay true; what was under way is not."""
+        """Ordinary values stay valid; the running counts are undone."""
         state.over[:] = 0
         return state
 
     def update(self, state: CrestState, sample: Sample) -> tuple[CrestState, list[Symptom]]:
-        """Look at one sampled step; others pass."""
+        """Look at one sampled step; other steps are ignored."""
         amax, mse, snr = observed(sample, "amax"), observed(sample, "mse"), observed(sample, "snr")
         if amax is None or mse is None or snr is None:
             return state, []
@@ -68,7 +68,7 @@ class Crest:
             high[past] = crest[past] > TIMES * 2.0 ** state.ordinary.median(past)
         state.onset = np.where(high & (state.over == 0), sample.step, state.onset)
         state.over = np.where(high, state.over + 1, np.where(usable, 0, state.over))
-        # Without a past, what is high may be this tensor's way: it counts as ordinary once there is enough of it.
+        # Without a past, a high value may be normal for this tensor: it counts as ordinary until the baseline is full.
         state.ordinary.push(np.log2(crest), usable & (~high | (state.ordinary.held < MIN_BASELINE)))
         hit = np.flatnonzero(state.over >= STEPS)
         if not len(hit):

@@ -1,10 +1,10 @@
 """divergence: the loss creeps upwards, with no single point out of range.
 
-The last `BLOCKS` blocks of `BLOCK` points are summed up by their medians. Act when every median is above the one
-before it (chance 1/5040 for 7 blocks without trend) and the rise over the window is beyond both 5 % and 8 times
-the uncertainty of a block median, with the largest single step left out (and the rest scaled up to the whole
-window): warn at half of that. A spike or a level shift lifts one block above the other; a drift lifts them all.
-While the loss is out of its range by the spike rule, the pipeline reports no divergence beside it.
+The last `BLOCKS` blocks of `BLOCK` points are summarised by their medians. Act when every median is above the one
+before it (chance 1/5040 for 7 blocks without a trend) and the rise over the window exceeds both 5 % and 8 times the
+uncertainty of a block median. The rise is taken without its largest single step, scaled up to the whole window: a spike
+or a level shift lifts one block above its neighbour, a drift lifts them all. Warn at half of those limits.
+While the spike rule finds the loss out of range, the pipeline does not report divergence as well.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class DivergenceState(msgspec.Struct):
     steps: list[int] = []
     values: list[float] = []
     newest: list[float] = []
-    """The last block, by size."""
+    """The points of the last block in ascending order."""
     medians: list[float] = []
-    """Median of the block that ended at each of the newest points."""
+    """Median of the block that ends at each of the newest points."""
 
 
 class Divergence:
-    """A trend upwards, with confidence."""
+    """A significant upward trend."""
 
     name = "divergence"
 
     def start(self) -> DivergenceState:
-        """No points."""
+        """The state before any sample."""
         return DivergenceState()
 
     def rolled_back(self, state: DivergenceState, step: int) -> DivergenceState:
@@ -62,7 +62,7 @@ class Divergence:
         _take(state, sample.step, math.log(loss))
         if len(state.medians) < LENGTH - BLOCK + 1:
             return state, []
-        # The blocks' medians: those of the block that ends now, and of the one that ended BLOCK points ago, ...
+        # Medians of the block that ends now, of the one that ended BLOCK points ago, and so on.
         medians = state.medians[::BLOCK]
         if any(later <= earlier for earlier, later in itertools.pairwise(medians)):
             return state, []

@@ -1,14 +1,15 @@
-"""Slow rises of one value a tensor: means over blocks of points, on three time scales.
+"""Slow rises of one value per tensor: means over blocks of points, on three time scales.
 
 A spike detector's baseline follows a drift and never sees it. Here the points of a tensor are averaged over blocks of
-`BLOCK`; eight blocks make one of the next scale. A tensor is rising when each of the last `KEEP` blocks of a scale lies
-above the one before it (chance 1/5040 for 7 blocks without a trend) and the rise, with its largest step left out and
-the rest scaled up to the window, is beyond `SIGMA` times the blocks' scatter around a straight line, and not coming to
-an end: the last three steps make at least `STEADY` of what the first three do. Leaving the largest step out tells a
-drift from a level shift; growth that slows down is a model that settles. Nothing is said before a scale has seen two
-windows: a young model moves everywhere. Points are clipped to `CLIP` around the block before, so that a
-single outlier moves a mean by a thirty-second of that; a block that climbs by all of it follows a shift of the level,
-which is no drift either. Cost: two additions a tensor and step.
+`BLOCK`; eight blocks make one block of the next scale. A tensor is rising when three conditions hold:
+- each of the last `KEEP` blocks of a scale is above the one before it (chance 1/5040 for 7 blocks without a trend);
+- the rise, without its largest step and scaled up to the window, exceeds `SIGMA` times the scatter of the blocks around
+  a straight line (leaving the largest step out tells a drift from a level shift);
+- it is not slowing down: its last three steps make at least `STEADY` of its first three (growth that slows down is a
+  model that settles).
+Nothing is reported before a scale has seen two windows, because everything moves in a young model. Points are clipped
+to `CLIP` around the previous block, so that one outlier moves a mean by at most a thirty-second of that; a block that
+rises by all of `CLIP` follows a level shift, which is no drift either. Cost: two additions per tensor and step.
 """
 
 from __future__ import annotations
@@ -19,42 +20,44 @@ import numpy as np
 from fp8watch.detect.tensors import Array, carried, moved
 
 BLOCK = 32
-"""Points a block of the finest scale."""
+"""Points per block of the finest scale."""
 FACTOR = 8
 """Blocks that make one of the next scale."""
 SCALES = 3
 """Windows of 224, 1,792 and 14,336 points."""
 KEEP = 7
-"""Blocks looked at."""
+"""Blocks in a window."""
 CLIP = 1.0
-"""What a point may lie away from the block before (log2 units: a bit)."""
+"""Largest distance of a point from the previous block (log2 units: one bit)."""
 SIGMA = 6.0
-"""Scatters of the blocks that a rise must exceed."""
+"""A rise must exceed this many times the scatter of the blocks."""
 SHIFT = 0.9
-"""Share of `CLIP` from which on a step between blocks of the finest scale is a shift of the level."""
+"""A step between blocks of the finest scale of at least this share of `CLIP` is a level shift."""
 STEADY = 0.7
-"""Rise of the window's last three steps over that of its first three, at least."""
+"""Smallest allowed ratio of the window's last three steps to its first three."""
+MIN_PEERS = 4
+"""Smallest number of tensors of a kind whose median a tensor is compared with."""
 
 
 class Scale(msgspec.Struct):
     """One time scale."""
 
     blocks: Array
-    """[num_tensors, KEEP] float32 means, oldest first, NaN where there is none."""
+    """[num_tensors, KEEP] float32 means, oldest first, NaN where missing."""
     sums: Array
-    """[num_tensors] of the block under way: finished blocks of the scale below it (points at the finest)."""
+    """[num_tensors] sum of the current block: of finished blocks of the finer scale (of points at the finest)."""
     counts: Array
     points: int = 0
-    """How many went in, whether or not a tensor was observed in them."""
+    """How many points were added, whether or not a tensor was observed in them."""
     firsts: list[int] = []
-    """Step at which each block of `blocks` began."""
+    """First step of each block in `blocks`."""
     begun: int = -1
     ended: int = 0
-    """Blocks that have ended since the beginning."""
+    """Blocks that have ended since the start."""
 
 
 class Trends(msgspec.Struct):
-    """All scales of all tensors."""
+    """All time scales of all tensors."""
 
     names: list[str] = []
     scales: list[Scale] = []
@@ -71,7 +74,7 @@ class Trends(msgspec.Struct):
         self.names = names
 
     def push(self, values: Array, usable: Array, step: int) -> list[int]:
-        """Take one point a tensor in; the scales of which a block has ended with it."""
+        """Add one point per tensor; returns the scales whose block has ended with it."""
         fine = self.scales[0]
         level = fine.blocks[:, -1]
         with np.errstate(invalid="ignore"):
@@ -87,8 +90,8 @@ class Trends(msgspec.Struct):
         return self._end_blocks()
 
     def push_block(self, values: Array, step: int) -> list[int]:
-        """The same for `BLOCK` points at once, all observed: [num_tensors, BLOCK], the first of them at `step`. Not to
-        be mixed with `push`."""
+        """Like `push`, for `BLOCK` points at once, all observed: [num_tensors, BLOCK], the first at `step`. Do not mix
+        it with `push`."""
         fine = self.scales[0]
         level = fine.blocks[:, -1:]
         with np.errstate(invalid="ignore"):
@@ -110,7 +113,7 @@ class Trends(msgspec.Struct):
         return ended
 
     def rise(self, i: int) -> Array:
-        """[num_tensors] how far a scale's window has risen by its steady part; 0 where it is not rising for sure."""
+        """[num_tensors] how far the steady part of a scale's window has risen; 0 where no rise is certain."""
         scale = self.scales[i]
         if len(scale.firsts) < KEEP or scale.ended < 2 * KEEP:
             return np.zeros(len(scale.sums))
@@ -131,15 +134,15 @@ class Trends(msgspec.Struct):
         return np.where(is_rising, rise, 0.0)
 
     def kept(self, i: int, before: Array, now: Array) -> Array:
-        """[num_tensors] a new verdict (0: none), or the one before as long as the newest block still lies above the
-        one of half a window ago: a drift that falters for a block is the same drift."""
+        """[num_tensors] the new verdict, or the old one where there is none (0) but the newest block is still above the
+        block half a window ago: a drift that pauses for one block is the same drift."""
         blocks = self.scales[i].blocks
         with np.errstate(invalid="ignore"):
             goes_on = blocks[:, -1] > blocks[:, KEEP // 2]
         return np.where(now > 0, now, np.where(goes_on, before, 0.0))
 
     def change(self, i: int) -> Array:
-        """[num_tensors] newest block of a scale minus the first of its window; NaN where one of them is missing."""
+        """[num_tensors] newest block of a scale minus the first of its window; NaN where either is missing."""
         blocks = self.scales[i].blocks.astype(np.float64)
         difference: Array = blocks[:, -1] - blocks[:, 0]
         return difference
@@ -149,7 +152,7 @@ class Trends(msgspec.Struct):
         return self.scales[i].firsts[0], KEEP * BLOCK * FACTOR**i
 
     def cut(self, step: int) -> None:
-        """A rollback to `step`: blocks that reach beyond it, and those under way, are forgotten."""
+        """Roll back to `step`: forget blocks that extend beyond it, and the current ones."""
         for scale in self.scales:
             ends = [*scale.firsts[1:], scale.begun if scale.points else 2**62]
             keep = sum(end <= step + 1 for end in ends)
@@ -159,6 +162,21 @@ class Trends(msgspec.Struct):
                 scale.blocks[:, :gone] = np.nan
                 del scale.firsts[keep:]
             scale.sums[:], scale.counts[:], scale.points = 0, 0, 0
+
+
+def beyond_peers(rise: Array, kinds: Array, limit: float, alone_limit: float) -> Array:
+    """[num_tensors] rise above the median of the tensor's kind, where that reaches `limit`, else 0.
+
+    `kinds`: [num_tensors] as in `Table.kinds`. In a kind of fewer than `MIN_PEERS` tensors there is no such median, and
+    the rise itself has to reach `alone_limit`.
+    """
+    excess = rise.copy()
+    for kind in np.unique(kinds[rise > 0]):
+        peers = kinds == kind
+        is_alone = int(peers.sum()) < MIN_PEERS
+        beyond = rise[peers] - (0.0 if is_alone else np.median(rise[peers]))
+        excess[peers] = np.where(beyond >= (alone_limit if is_alone else limit), beyond, 0.0)
+    return excess
 
 
 def _empty(num: int) -> Scale:
@@ -176,7 +194,7 @@ def _add(scale: Scale, mean: Array, first: int) -> None:
 
 
 def _close(scale: Scale) -> Array:
-    """End the block under way; its means, NaN where fewer than half of its points were observed."""
+    """End the current block; returns its means, NaN where fewer than half of its points were observed."""
     enough = scale.counts * 2 >= scale.points
     mean: Array = np.where(enough, scale.sums / np.maximum(scale.counts, 1), np.nan)
     scale.blocks[:, :-1] = scale.blocks[:, 1:]

@@ -1,11 +1,11 @@
 """grad_drift: the gradient norm grows slowly, with no point out of range.
 
-Runs in block-scaled formats that blow up do so after a gradual growth of the gradient norm (arXiv 2506.20752), which a
-spike rule's baseline follows and never sees. log2 of the norm before clipping is averaged over blocks on three time
-scales (`fp8watch.detect.drift`): a warning where it rises steadily, block by block, by `LIMIT_LOG2` within a window of
-224, 1,792 or 14,336 points. Norms also grow in runs that train well, as the learning rate decays or late in training:
-a growth by itself is never more than a warning.
-Source: detector default D7 (a cumulative sum of log norms; here block means, which say since when and by how much).
+Runs in block-scaled formats that blow up do so after a gradual growth of the gradient norm (arXiv 2506.20752); the
+baseline of a spike rule follows that growth and never sees it. log2 of the norm before clipping is averaged over blocks
+on three time scales (`fp8watch.detect.drift`). Warn when it rises steadily by `LIMIT_LOG2` within a window of 224,
+1,792 or 14,336 points. Norms also grow in runs that train well, as the learning rate decays or late in training, so
+growth is never more than a warning.
+Source: detector default D7 (there a cumulative sum of log norms; block means also say since when and by how much).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NAMES = ["grad_norm"]
 
 
 class GradDriftState(msgspec.Struct):
-    """The trend, and what each scale's last look found."""
+    """The trend, and the latest verdict on each time scale."""
 
     trends: Trends = msgspec.field(default_factory=Trends)
     rises: list[float] = msgspec.field(default_factory=lambda: [0.0] * SCALES)
-    """Bits by scale, 0 where there is no drift."""
+    """Bits per scale, 0 where there is no drift."""
     steps: list[int] = []
     values: list[float] = []
-    """log2 norms of the block under way, and their steps."""
+    """log2 norms of the current block; `steps` holds their steps."""
 
 
 class GradDrift:
@@ -40,7 +40,7 @@ class GradDrift:
     name = "grad_drift"
 
     def start(self) -> GradDriftState:
-        """Nothing seen."""
+        """The state before any sample."""
         return GradDriftState()
 
     def rolled_back(self, state: GradDriftState, step: int) -> GradDriftState:
@@ -50,7 +50,7 @@ class GradDrift:
         return GradDriftState(trends=state.trends)
 
     def update(self, state: GradDriftState, sample: Sample) -> tuple[GradDriftState, list[Symptom]]:
-        """Look at one step; verdicts change when a block ends."""
+        """Look at one step. Verdicts change only when a block ends."""
         norm = sample.scalars.get("grad_norm")
         if norm is None or not math.isfinite(norm) or norm <= 0:
             return state, []

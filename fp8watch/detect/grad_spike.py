@@ -1,12 +1,14 @@
-"""grad_spike: the gradient norm (before clipping) leaves its own recent range, stays out, or does so again and again.
+"""grad_spike: the gradient norm (before clipping) leaves its own recent range and stays out, or does so repeatedly.
 
-Log values against a robust baseline (`fp8watch.detect.spike`), noise floor 10 %, of the norm that the optimizer
-gets: not more than the clip limit, where that is known. Single bursts are everyday life: a warning. To act takes
-5 hot points in a run that reach e^1.6 = 5x, or bursts that come again: two or more of at least 5x within 64 points
-that together rise by 4 powers of ten (two of 100x, three of 22x), or a single one of 100x that a clip limit we
-know lets through (a log does not tell the limit, and healthy ones show such bursts). The norm before clipping is
-acted on where it is 10,000x above, on its way to infinity, which no clipping can repair; from 1,000x on that is a
-warning.
+The logarithm of the norm that the optimizer gets (at most the clip limit, where that is known) is compared with a
+robust baseline (`fp8watch.detect.spike`) with a noise floor of 10 %. Single bursts are normal: a warning. Act on
+- 5 hot points in a row that reach e^1.6 = 5x;
+- recurring bursts: two or more of at least 5x within 64 points that together rise by 4 powers of ten (two of 100x,
+  three of 22x);
+- a single burst of 100x that a known clip limit lets through (a log does not say the limit, and healthy logs show such
+  bursts);
+- a norm before clipping 10,000x above the centre: it is on its way to infinity, which no clipping can repair. From
+  1,000x on that is a warning.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from fp8watch.detect.spike import HOT, MIN_POINTS, SpikeRule, SpikeState, cut, j
 
 RULE = SpikeRule(floor=0.1, warn_sigma=6.0, act_sigma=8.0, act_points=5, act_rise=1.6, sparse_stride=2**62)
 BURST_RISE = 1.6
-"""Rise in log x that makes a burst (5x)."""
+"""Rise in log x from which a point is a burst (5x)."""
 BURSTS = 2
 BURST_DECADES = 4.0
-"""Powers of ten that the bursts of the window rise above the centre, together."""
+"""Powers of ten by which the bursts of the window must rise above the centre, added up."""
 BURST_WINDOW = 64
-"""Points."""
+"""In points."""
 FELT_RISE = math.log(100)
-"""Rise of the norm after a known clip limit that is acted on in the point itself."""
+"""Rise of the norm after clipping (where the limit is known) on which a single point is acted on."""
 WARN_RAW_RISE, ACT_RAW_RISE = math.log(1e3), math.log(1e4)
-"""Rise of the norm before clipping over the centre."""
+"""Rise of the norm before clipping above the centre."""
 
 
 class GradSpikeState(msgspec.Struct):
@@ -48,7 +50,7 @@ class GradSpike:
     name = "grad_spike"
 
     def start(self) -> GradSpikeState:
-        """No baseline."""
+        """The state before any sample."""
         return GradSpikeState()
 
     def rolled_back(self, state: GradSpikeState, step: int) -> GradSpikeState:

@@ -1,8 +1,8 @@
-"""Incidents: the symptoms of one detector, from the first to well after the last, as one thing with two lines at most.
+"""Incidents: the symptoms of one detector, from the first to well after the last, reported at most twice.
 
 An incident gives one `Finding` when it opens and one more when a warning becomes a case to act. It closes after
-`CLOSE_AFTER` samples without a symptom; until then nothing is said again (hysteresis: a ratio that hovers at its
-limit is one incident).
+`CLOSE_AFTER` samples without a symptom and reports nothing new until then (hysteresis: a ratio that hovers at its limit
+is one incident).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 from fp8watch.records import Cause, Severity
 
 CLOSE_AFTER = 20
-"""Samples without a symptom that close an incident: the settling window of the shortest action."""
+"""Samples without a symptom after which an incident closes: the settling window of the shortest action."""
 PAUSE_SAMPLES = 4
-"""Silence after which what comes is the next spell: the same incident, but no longer the same beginning."""
+"""Silence after which the next symptom starts a new spell: the same incident, with a later onset."""
 CLOSE_SPIKE_AFTER = 4
-"""The same for loss spikes: five ordinary points in a row are the end of one, the next is another."""
+"""The same for loss spikes: a spike ends after five ordinary points in a row, and the next one is another incident."""
 
 
 class Incident(msgspec.Struct, kw_only=True):
-    """One event as one detector sees it. `Finding.incident` holds its id."""
+    """One event as one detector sees it. Its id is `Finding.incident`."""
 
     id: str
     detector: str
@@ -34,12 +34,12 @@ class Incident(msgspec.Struct, kw_only=True):
     """Step of the first finding."""
     last_seen_step: int
     layers: list[str] = []
-    """Modules concerned so far, worst first as of the newest symptom."""
+    """Modules affected so far, worst first by the newest symptom."""
     tensors: list[str] = []
-    """`module:tensor` concerned so far, likewise."""
+    """Tensors affected so far (`module:tensor`), in the same order."""
     rank: int | None = None
     evidence: dict[str, Any] = {}
-    """Of the newest symptom, with the reasons for the cause as they were at the newest finding."""
+    """Evidence of the newest symptom, with the reasons for the cause as of the newest finding."""
     findings: list[str] = []
     """Ids of the findings written."""
     silent_samples: int = 0
@@ -55,7 +55,7 @@ class Incidents(msgspec.Struct):
     num_findings: int = 0
 
     def age(self) -> list[Incident]:
-        """One more sample: take out and return the incidents that have been silent long enough."""
+        """Count one more sample; removes and returns the incidents that have been silent long enough."""
         closed = []
         for detector, incident in list(self.open.items()):
             incident.silent_samples += 1
@@ -64,11 +64,11 @@ class Incidents(msgspec.Struct):
         return closed
 
     def next_incident(self) -> str:
-        """An id that is new in this run."""
+        """A new id, unique in this run."""
         self.num_incidents += 1
         return f"i{self.num_incidents:05d}"
 
     def next_finding(self) -> str:
-        """An id that is new in this run."""
+        """A new id, unique in this run."""
         self.num_findings += 1
         return f"f{self.num_findings:05d}"

@@ -1,10 +1,11 @@
 """kurtosis: the tails of activations grow over thousands of steps.
 
-kappa = mean(x^4) / mean(x^2)^2, 3 for a normal tensor. FOG (arXiv 2505.20524) found that it tells of divergence long
-before the loss does, and gives no lead in steps. So its level says little, its growth is what is watched: the
-geometric mean over about the last 2,000 steps over that of the last 20,000. 2 is a warning; there is nothing published
-that 4 would be enough to act on, so it is never more. Looks at the column `kurtosis` where a source measures it, and at
-what the training loop gives as `watch.record(kurtosis=...)`. Source: detector default D10, precursor P6.
+kappa = mean(x^4) / mean(x^2)^2, which is 3 for a normal tensor. FOG (arXiv 2505.20524) found that it announces
+divergence long before the loss does, but gives no lead in steps. Its level says little, so its growth is watched: the
+geometric mean over about the last 2,000 steps, divided by that over the last 20,000. Above 2 it is a warning. Nothing
+published says that, say, 4 would be enough to act on, so it is never more. Reads the column `kurtosis` where a source
+measures it, and what the training loop gives as `watch.record(kurtosis=...)`. Source: detector default D10, precursor
+P6.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 
 from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.given import given, module_of
-from fp8watch.detect.tensors import Array, moved, observed, rows_of, table_of
+from fp8watch.detect.tensors import Array, carried, moved, observed, table_of
 
 SHORT, LONG = 2_000.0, 20_000.0
-"""Steps of the two means."""
+"""Lengths of the two means, in steps."""
 LIMIT = 2.0
-"""Times by which the short one exceeds the long one."""
+"""Largest ratio of the short mean to the long one that is not reported."""
 MIN_STEPS = 2_000
-"""Steps seen before anything is said."""
+"""Steps before anything is reported."""
 
 
 class KurtosisState(msgspec.Struct):
@@ -44,17 +45,17 @@ class Kurtosis:
     name = "kurtosis"
 
     def start(self) -> KurtosisState:
-        """Nothing seen."""
+        """The state before any sample."""
         return KurtosisState()
 
     def rolled_back(self, state: KurtosisState, step: int) -> KurtosisState:
-        """The undone steps have moved means of thousands by little; what was found is found anew."""
+        """The undone steps have hardly moved means of thousands; a finding is made again if it is still true."""
         state.since[:] = -1
         state.last_step = min(state.last_step, step)
         return state
 
     def update(self, state: KurtosisState, sample: Sample) -> tuple[KurtosisState, list[Symptom]]:
-        """Look at one step that has a kurtosis; others pass."""
+        """Look at one step; steps without a kurtosis are ignored."""
         scalars, column = given(sample, "kurtosis"), observed(sample, "kurtosis")
         if not scalars and column is None:
             return state, []
@@ -94,15 +95,9 @@ class Kurtosis:
         ]
 
     def _follow(self, state: KurtosisState, names: list[str], step: int) -> None:
-        if moved(names, state.names) is None:
+        rows = moved(names, state.names)
+        if rows is None:
             return
-        rows = rows_of(names, state.names)
-
-        def kept(values: Array, fill: float) -> Array:
-            result = np.full(len(names), fill, dtype=values.dtype)
-            result[rows >= 0] = values[rows[rows >= 0]]
-            return result
-
-        state.short, state.long = kept(state.short, np.nan), kept(state.long, np.nan)
-        state.first, state.since = kept(state.first, step), kept(state.since, -1)
+        state.short, state.long = carried(state.short, rows, np.nan), carried(state.long, rows, np.nan)
+        state.first, state.since = carried(state.first, rows, step), carried(state.since, rows, -1)
         state.names = names

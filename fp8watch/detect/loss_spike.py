@@ -1,9 +1,10 @@
-"""loss_spike: the training loss leaves its own recent range upwards, and stays out.
+"""loss_spike: the training loss rises out of its own recent range and stays out.
 
-The loss itself (its noise is additive, and losses near or below zero exist) against a robust baseline
-(`fp8watch.detect.spike`). One point far out that is back at the next is an outlier (an odd batch) and at most a
-warning; three points, or one where points are 25 steps or more apart and the rise is at least 25 %, are a spike.
-The noise floor is 1.5 % of the loss. Defaults: chosen on public training logs, see docs/detectors.md.
+The loss itself, not its logarithm (its noise is additive, and losses near or below zero exist), is compared with a
+robust baseline (`fp8watch.detect.spike`). One point far out that is back at the next is an outlier (an odd batch) and
+at most a warning. Three points are a spike; where points are 25 steps or more apart, one is enough if it rises by at
+least 25 %. The noise floor is 1.5 % of the loss. The defaults were chosen on public training logs, see
+docs/detectors.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class LossSpike:
     name = "loss_spike"
 
     def start(self) -> SpikeState:
-        """No baseline."""
+        """The state before any sample."""
         return SpikeState()
 
     def rolled_back(self, state: SpikeState, step: int) -> SpikeState:
@@ -30,7 +31,7 @@ class LossSpike:
         return cut(state, step)
 
     def update(self, state: SpikeState, sample: Sample) -> tuple[SpikeState, list[Symptom]]:
-        """Look at one step; a loss that is not finite is `nonfinite`'s business."""
+        """Look at one step; a non-finite loss is left to `nonfinite`."""
         loss = sample.scalars.get("loss")
         if loss is None or not math.isfinite(loss):
             return state, []

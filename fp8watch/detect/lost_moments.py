@@ -1,15 +1,15 @@
-"""An update many times its size from an ordinary gradient at an ordinary rate: the optimizer's state is another.
+"""An update many times its usual size from an ordinary gradient at an ordinary rate: the optimizer's state has changed.
 
 An update is the learning rate times a function of gradient and state. u = RMS(update) / learning rate takes the rate
-out; where the norm of the gradient that the optimizer got is ordinary as well, only the state can have made u leap:
-second moments that were lost or restored wrongly, a step counter that began anew. u is very even (its logarithm has a
-noise of 0.02 to 0.2 in emulated runs of a small GPT; in one step it grew by at most 2.7x in those with any other fault,
-and by 22 to 24x where the second moments were lost), so `LEAP`x within one observation is far from either.
-Updates of less than `LEAST` of the parameters' own size are too small to be one: parameters in BF16 at a low rate move
-in jumps, a last bit here and there.
-A gradient that bursts is no such case: the leap of its own step is its own, and what follows is measured against it.
-It is said at once, and is a case to act when it was felt: when within `FELT_WITHIN` steps the next update still is
-`LASTS`x the ordinary one, or the loss leaves its range by `FELT_SIGMA` of its noise. (Optimizers that move the
+out. When the norm of the gradient that the optimizer got is ordinary too, only the state can have made u leap: second
+moments that were lost or restored wrongly, a step counter that started again. u is very even: in emulated runs of a
+small GPT its logarithm has a noise of 0.02 to 0.2. In one step it grew by at most 2.7x under any other fault, and by 22
+to 24x where the second moments were lost, so `LEAP`x within one observation is far from either.
+Updates of less than `LEAST` of the parameters' own size do not count: parameters in BF16 at a low rate move in jumps, a
+last bit here and there. A burst of the gradient does not count either: the leap of its own step is the gradient's, and
+later updates are compared with it.
+The leap is a warning at once, and a case to act once it has an effect: within `FELT_WITHIN` steps the next update is
+still `LASTS`x the ordinary one, or the loss leaves its range by `FELT_SIGMA` times its noise. (Optimizers that move the
 parameters to an average now and then leap in one step and do no harm.)
 """
 
@@ -23,25 +23,25 @@ import msgspec
 from fp8watch.detect.baseline import Baseline
 
 MIN_POINTS = 8
-"""Ordinary updates before anything is judged."""
+"""Ordinary updates needed before anything is judged."""
 LEAP = 8.0
 BEFORE = 3.0
-"""Times the ordinary u that the update before the leap may be, at most."""
+"""Largest size of the update before the leap, as a factor of the ordinary u."""
 GRADIENT = 2.0
-"""Times the ordinary gradient norm that counts as ordinary."""
+"""Largest gradient norm that is ordinary, as a factor of its centre."""
 LEAST = 1e-3
-"""RMS of the update over RMS of the parameters; what is usual."""
+"""Smallest RMS of the update over RMS of the parameters that is judged; this is the usual value."""
 LASTS = 3.0
 FELT_WITHIN = 16
 FELT_SIGMA = 5.0
 FORGET_AFTER = 64
-"""Observations after which a size that stays is the ordinary one."""
+"""Observations after which a size that persists is the ordinary one."""
 LOSS_FLOOR = 0.015
-"""Smallest noise of the loss believed, as a share of it (as in `loss_spike`)."""
+"""Smallest noise of the loss that is believed, as a share of the loss (as in `loss_spike`)."""
 
 
 class MomentsState(msgspec.Struct):
-    """Ordinary updates and gradients, and the leap under way."""
+    """Baselines of update, gradient and loss, and the current leap."""
 
     updates: Baseline = msgspec.field(default_factory=Baseline)
     """log u."""
@@ -49,7 +49,7 @@ class MomentsState(msgspec.Struct):
     """log of the gradient norm after clipping."""
     losses: Baseline = msgspec.field(default_factory=Baseline)
     before: float = 0.0
-    """log u over its centre, at the newest observation."""
+    """log u minus its centre, at the newest observation."""
     num_out: int = 0
     """Observations in a row that were not ordinary."""
     onset: int = -1
@@ -60,13 +60,13 @@ class MomentsState(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leap:
-    """Of the update."""
+    """A leap of the update that is under way."""
 
     onset_step: int
     times: float
     """u over its ordinary size, at the onset."""
     gradient_times: float
-    """The same of the gradient norm."""
+    """The gradient norm over its ordinary size, at the onset."""
     is_felt: bool
 
 
@@ -80,8 +80,10 @@ def follow(
     norm: float | None,
     loss: float | None,
 ) -> Leap | None:
-    """Take a step in, in place: positive finite numbers, None: not observed; `ratio`: RMS of the update over that of
-    the parameters. The leap under way, if there is one."""
+    """Add one step to the state, in place, and return the current leap, if any.
+
+    Numbers are positive and finite; None: not observed. `ratio`: RMS of the update over RMS of the parameters.
+    """
     if state.onset >= 0 and step - state.onset > FELT_WITHIN:
         state.onset, state.is_felt = -1, False
     if state.onset >= 0 and loss is not None:
@@ -97,7 +99,7 @@ def follow(
 
 
 def cut(state: MomentsState, step: int) -> None:
-    """A rollback to `step`."""
+    """Roll back to `step`: forget later points and the current leap."""
     for baseline in (state.updates, state.norms, state.losses):
         baseline.cut(step)
     state.onset, state.is_felt, state.before, state.num_out = -1, False, 0.0, 0

@@ -1,12 +1,12 @@
 """no_progress: steps go by and the parameters are not updated.
 
-A loss scaler that overflows skips the update and halves its scale. One now and then is its way of working (it doubles
-after some thousand good steps, finds the limit and halves). A warning when
-- the scale has been halved in `HALVINGS` steps in a row, with the number of further ones until it reaches 1, which
-  most trainers take for the end: early enough to do something about it;
+A loss scaler that overflows skips the update and halves its scale. That is normal now and then: the scale doubles after
+some thousand good steps, meets the limit and halves. It is a warning when
+- the scale has been halved in `HALVINGS` steps in a row; the evidence says how many more it takes to reach 1, where
+  most trainers give up, so that there is time to do something about it;
 - `SKIPS` updates in a row were skipped, or half of the last `WINDOW`.
-Never to act: what makes gradients overflow has its own detectors. Source: detector catalogue, "training in place"; the
-scaler's rules are torch.amp.GradScaler's (backoff 0.5, growth after 2,000 steps).
+Never an act symptom: whatever makes gradients overflow has detectors of its own. Source: detector catalogue, "training
+in place"; the scaler's rules are those of torch.amp.GradScaler (backoff 0.5, growth after 2,000 steps).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8watch.detect.base import Sample, Symptom
 HALVINGS = 4
 """A healthy scaler that starts at 65,536 halves a few times at the beginning: see `SETTLED`."""
 SETTLED = 64
-"""Updates after which a scaler has found its level; before, twice as many halvings are its search."""
+"""Updates after which a scaler has found its level; before that, twice as many halvings are part of its search."""
 SKIPS = 8
 WINDOW = 64
 SHARE = 0.5
@@ -29,13 +29,13 @@ LEAST_SCALE = 1.0
 
 
 class NoProgressState(msgspec.Struct):
-    """The scale's way down, and the newest updates."""
+    """The scale and its halvings in a row, and which of the newest updates were skipped."""
 
     scale: float = 0.0
     halvings: int = 0
     skips: int = 0
     skipped: list[bool] = []
-    """Of the newest steps, oldest first."""
+    """Whether each of the newest steps was skipped, oldest first."""
     updates: int = 0
     """Updates done so far."""
     since: int = -1
@@ -47,15 +47,15 @@ class NoProgress:
     name = "no_progress"
 
     def start(self) -> NoProgressState:
-        """Nothing seen."""
+        """The state before any sample."""
         return NoProgressState()
 
     def rolled_back(self, state: NoProgressState, step: int) -> NoProgressState:
-        """What was skipped is undone."""
+        """The skipped steps are undone."""
         return NoProgressState(updates=state.updates)
 
     def update(self, state: NoProgressState, sample: Sample) -> tuple[NoProgressState, list[Symptom]]:
-        """Look at one step that has a loss scale or says whether it was skipped; others pass."""
+        """Look at one step; steps without a loss scale or a flag that says whether they were skipped are ignored."""
         scale, flag = sample.scalars.get("loss_scale"), sample.scalars.get("update_skipped")
         if scale is None and flag is None:
             return state, []

@@ -1,9 +1,9 @@
-"""nonfinite: something that must be a number is not.
+"""nonfinite: a value that must be a number is not one.
 
-Looks at the raw loss, the gradient norm, every amax and scale, the parameter sample and the sampled counts of
-non-finite elements. Needs no baseline and no warm-up: it fires in the step itself, also in the first
-(the run may be bad before training began). NaN leaves no trace in an amax (kernels take fmax), so a finite
-amax is no proof of finite data: that is why loss, norm and counts are looked at too.
+Checks the raw loss, the gradient norm, every amax and scale, the parameter sample and the sampled counts of non-finite
+elements. It needs no baseline and no warm-up: it fires in the step itself, also in the first, because a run may be bad
+before training begins. NaN leaves no trace in an amax (kernels use fmax), so a finite amax does not prove finite data;
+that is why loss, norm and counts are checked as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VANISHING = 2.0**-112
 
 
 class NonfiniteState(msgspec.Struct):
-    """When the present stretch of non-finite steps began (None: the last step was finite)."""
+    """When the current stretch of non-finite steps began; None: the last step was finite."""
 
     onset_step: int | None = None
 
@@ -35,7 +35,7 @@ class Nonfinite:
     name = "nonfinite"
 
     def start(self) -> NonfiniteState:
-        """No stretch under way."""
+        """The state before any sample."""
         return NonfiniteState()
 
     def update(self, state: NonfiniteState, sample: Sample) -> tuple[NonfiniteState, list[Symptom]]:
@@ -98,15 +98,15 @@ def _observed(sample: Sample, name: str, test: Any) -> np.ndarray[Any, np.dtype[
 
 
 def _bad_before(sample: Sample) -> list[str] | int:
-    """Parameters that were not finite before the first update: their names, or how many where those are not known yet.
-    No remedy for training helps: they were loaded or made so."""
+    """Parameters that were not finite before the first update: their names, or a count where the names are not known
+    yet. They were loaded or created like that, so no training remedy helps."""
     names = [module_of(name) for name in given(sample, "bad_parameter")]
     return names or int(sample.scalars.get("bad_parameters", 0.0))
 
 
 def _first(sample: Sample, index: int) -> dict[str, Any]:
-    """Where the forward first held what is not finite, by the model's order, and how much before it was counted and
-    finite; empty where only gradients are concerned. The order of modules is that in which the model holds them."""
+    """Where the forward pass first held a non-finite value, in the model's order of modules, and how many tensors
+    before it were counted and finite. Empty where only gradients are affected."""
     if sample.tensors[index].tensor.startswith("grad"):
         return {}
     counted = sample.valid.get("nonfinite", np.ones(len(sample.tensors), dtype=np.bool_))
@@ -115,8 +115,9 @@ def _first(sample: Sample, index: int) -> dict[str, Any]:
 
 
 def _scales(sample: Sample) -> dict[str, Any]:
-    """The tensors whose scale is not finite, and what their amax says of the reason. An infinite scale comes from a
-    vanishing amax (fp8_max / amax overflows): rows of zeros, or a tensor that is nearly zero. It is no overflow."""
+    """The tensors whose scale is not finite, and what their amax says about the reason. A vanishing amax makes an
+    infinite scale (fp8_max / amax overflows): rows of zeros, or a tensor that is nearly zero. That is not an
+    overflow."""
     bad = _observed(sample, "scale", lambda column: ~np.isfinite(column))
     assert bad is not None
     names = [sample.tensors[int(i)].name for i in np.flatnonzero(bad)[:8]]

@@ -1,8 +1,7 @@
-"""All detectors of one run, one sample at a time: symptoms to incidents to findings with a cause.
+"""All detectors of one run, one sample at a time: symptoms become incidents, incidents become findings with a cause.
 
-Used by the controller (live) and by replay (recorded); both give it samples in order and get back what is new.
-Nothing looks ahead and nothing written is taken back, so the findings of a prefix of a run are a prefix of the
-run's findings.
+Used by the controller (live) and by replay (recorded): both pass samples in order and get back what is new. Nothing
+looks ahead and nothing reported is taken back, so the findings of a prefix of a run are a prefix of the run's findings.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from fp8watch.records import Finding
 
 logger = logging.getLogger(__name__)
 QUIET_STEPS = 20
-"""Steps after a resume or rollback in which rules that rest on a baseline keep still."""
+"""Steps after a resume or rollback in which rules that rest on a baseline stay silent."""
 BASELINE_RULES = frozenset(
     {
         "loss_spike",
@@ -61,14 +60,15 @@ BASELINE_RULES = frozenset(
         "clip_rate",
     }
 )
-"""Rules that a quiet period silences. What needs no baseline (numbers, scales, the learning rate) has none."""
+"""Rules that a quiet period silences. Rules without a baseline (numbers, scales, the learning rate) have none."""
 EXPLAIN_SHADOW = ("scale_frozen", "saturation", "underflow", "underflow_drift")
-"""Detectors that say why a layer's FP8 GEMM is off, where they act: the probe's finding then stays a warning."""
+"""Detectors that explain an error of a layer's FP8 GEMM. Where one of them acts, the probe's finding stays a
+warning."""
 STATE_VERSION = 2
 
 
 def default_detectors() -> list[Detector]:
-    """Every detector, those first whose findings explain the others'."""
+    """Every detector; those whose findings explain the others' come first."""
     return [
         Nonfinite(), RankMismatch(), ScaleFrozen(), AmaxJump(), UpdateRms(), Saturation(), Underflow(), Crest(),
         ShadowError(), AmaxDrift(), UnderflowDrift(), Kurtosis(), AttentionLogit(), ZeroGrad(), ClipRate(), Stuck(),
@@ -100,10 +100,10 @@ class Pipeline:
         self._states: dict[str, Any] = {detector.name: detector.start() for detector in self._detectors}
         self._state = _PipelineState()
         self.failures: Counter[str] = Counter()
-        """Detector -> steps at which it failed. The others go on without it."""
+        """Detector -> steps at which it failed. The others continue without it."""
 
     def observe(self, sample: Sample) -> list[Finding]:
-        """Take the next step in; the findings that are new with it: one an incident and severity."""
+        """Process the next step; returns the new findings, at most one per incident and severity."""
         state = self._state
         if state.last_step is not None and sample.attempt > state.attempt:
             self.reset("rollback", sample.step - 1)
@@ -136,15 +136,15 @@ class Pipeline:
         return findings
 
     def open_incidents(self) -> list[Incident]:
-        """What is under way now, oldest first."""
+        """The open incidents, oldest first."""
         return list(self._state.incidents.open.values())
 
     def reset(self, after: Literal["rollback", "resume"], step: int) -> None:
-        """The run goes on from `step`: later steps are forgotten, incidents close, and a quiet time begins.
+        """Continue the run from `step`: forget later steps, close incidents and start a quiet period.
 
-        Baselines keep what is still true (points up to `step`), so that a replayed step is not measured against
-        its own spike. A detector that cannot go back begins anew: a run that has been rolled back must not be judged
-        by incidents of the timeline it has left.
+        Baselines keep what is still true (points up to `step`), so that a replayed step is not compared with its own
+        spike. A detector that cannot go back starts again: a run that was rolled back must not be judged by incidents
+        of the timeline it has left.
         """
         for detector in self._detectors:
             self._states[detector.name] = self._rolled_back(detector, step)
@@ -166,12 +166,12 @@ class Pipeline:
             return detector.start()
 
     def dump(self) -> bytes:
-        """Everything known, so that `load` elsewhere continues exactly."""
+        """The whole state, from which `load` continues exactly, also in another process."""
         states = {name: msgspec.Raw(codec.encode(state)) for name, state in self._states.items()}
         return msgspec.msgpack.encode(_Dump(pipeline=msgspec.Raw(codec.encode(self._state)), detectors=states))
 
     def load(self, data: bytes) -> None:
-        """Continue from a `dump`. Raises `msgspec.DecodeError` or `ValidationError`; nothing has changed then."""
+        """Continue from a `dump`. Raises `msgspec.DecodeError` or `ValidationError` and then changes nothing."""
         dump = msgspec.msgpack.decode(data, type=_Dump)
         state = codec.decode(dump.pipeline, _PipelineState)
         if state.version != STATE_VERSION:
@@ -183,41 +183,44 @@ class Pipeline:
         self._state, self._states = state, states
 
     def _is_known_spike(self, symptom: Symptom) -> bool:
-        """Whether the drift's window holds a loss that the spike rule has found already."""
+        """Whether the drift's window contains a loss that the spike rule has already found."""
         first: int = symptom.evidence["window_steps"][0]
         return self._state.context.find("loss_spike", "act", since=first) is not None
 
     def _attribute(self, symptom: Symptom, modules: Sequence[str]) -> Attribution:
         try:
             return attribute(symptom, self._state.context, modules)
-        except Exception:  # what is wrong is known and must be said, though not why
+        except Exception:  # the symptom is known and must be reported, even without a cause
             if not self.failures["attribution"]:
                 logger.exception("no cause could be weighed for %s of run %s", symptom.detector, self.run)
             self.failures["attribution"] += 1
             return Attribution(cause="unknown", evidence={"attribution": "failed"})
 
     def _is_explained(self, symptom: Symptom) -> bool:
-        """Whether something that acts on its own account explains an error of a layer's GEMM."""
+        """Whether another detector that acts explains the error of a layer's GEMM."""
         since = symptom.onset_step - QUIET_STEPS
         return any(self._state.context.find(name, "act", since=since) is not None for name in EXPLAIN_SHADOW)
 
-    def _note(self, symptom: Symptom, sample: Sample) -> Finding | None:
-        incidents = self._state.incidents
-        incident = incidents.open.get(symptom.detector)
+    def _incident_of(self, symptom: Symptom, sample: Sample) -> tuple[Incident | None, int]:
+        """The open incident that a symptom belongs to (None: it opens another), and the onset of the event."""
+        incident = self._state.incidents.open.get(symptom.detector)
         onset = symptom.onset_step
-        if incident is not None:
-            if incident.silent_samples > PAUSE_SAMPLES:
-                incident.spell_onset = onset
-            if _is_another(symptom, sample, incident):
-                onset = onset if _is_elsewhere(symptom, sample, incident) else incident.spell_onset
-                incident = None
+        if incident is None:
+            return None, onset
+        if incident.silent_samples > PAUSE_SAMPLES:
+            incident.spell_onset = onset
+        if _is_another(symptom, sample, incident):
+            return None, onset if _is_elsewhere(symptom, sample, incident) else incident.spell_onset
+        return incident, onset
+
+    def _note(self, symptom: Symptom, sample: Sample) -> Finding | None:
+        """Add a symptom to its incident; a finding when the incident opens or becomes a case to act."""
+        incidents = self._state.incidents
+        incident, onset = self._incident_of(symptom, sample)
         modules = list(dict.fromkeys([*(sample.tensors[i].module for i in symptom.tensors), *symptom.modules]))
         tensors = [sample.tensors[i].name for i in symptom.tensors]
         if incident is not None:
-            incident.last_seen_step, incident.silent_samples = sample.step, 0
-            incident.layers = modules + [layer for layer in incident.layers if layer not in modules]
-            incident.tensors = tensors + [name for name in incident.tensors if name not in tensors]
-            incident.evidence |= symptom.evidence
+            _extend(incident, symptom, sample.step, modules, tensors)
             if incident.severity == "act" or symptom.severity == "warn":
                 return None
         verdict = self._attribute(symptom, modules)
@@ -258,8 +261,15 @@ class Pipeline:
         return finding
 
 
+def _extend(incident: Incident, symptom: Symptom, step: int, modules: list[str], tensors: list[str]) -> None:
+    incident.last_seen_step, incident.silent_samples = step, 0
+    incident.layers = modules + [layer for layer in incident.layers if layer not in modules]
+    incident.tensors = tensors + [name for name in incident.tensors if name not in tensors]
+    incident.evidence |= symptom.evidence
+
+
 def _failed(detector: str, times: int, step: int) -> Symptom:
-    """A detector that fails sees nothing: that must not look like nothing to see."""
+    """A detector that fails sees nothing, which must not look like nothing to see."""
     return Symptom(
         detector="blind",
         severity="warn",
@@ -270,11 +280,11 @@ def _failed(detector: str, times: int, step: int) -> Symptom:
 
 
 def _is_another(symptom: Symptom, sample: Sample, incident: Incident) -> bool:
-    """Whether what has to be acted on is something else than what the open incident warned of: in a tensor that it did
-    not name, or after a pause.
+    """Whether a case to act is a different event from the one that the open incident warned of: in a tensor that the
+    warning did not name, or after a pause.
 
-    A weight that jumps while some gradients have clipped a little for a hundred steps did not begin with them; with
-    their onset, every checkpoint since would be condemned and nothing be left to go back to.
+    A weight that jumps while some gradients have clipped a little for a hundred steps did not begin with them. With
+    their onset every checkpoint since would be tainted, and there would be nothing left to go back to.
     """
     if symptom.severity != "act" or incident.severity == "act" or not symptom.tensors:
         return False

@@ -1,13 +1,14 @@
-"""rank_mismatch: ranks that held the same hold it no longer.
+"""rank_mismatch: ranks that held the same values no longer do.
 
-Replicas of data parallelism have the same parameters to the bit, and ranks whose amaxes are reduced together the same
-scales. Which ranks belong together depends on how the model is cut up, and nobody has to tell: ranks whose checksum
-was equal while it changed `LEARN` times form a group, and one that leaves its group for `STEPS` observations in a row
-is an act symptom. The smaller side of the group is named (with two ranks there is none; then no rank is). Two
-checksums: `scale_checksum`, of all scales of a step, and `param_checksum`, of a sample of the parameters.
-Ranks that were declared to hold parts of the same tensors (`mesh=` of attach) are compared from the first step on.
-Under delayed scaling unequal scales are a warning, for the group in which amaxes are reduced is another than the
-tensors'; modules that ran in FP8 on one rank and in BF16 on another are an act symptom.
+Data-parallel replicas have bit-identical parameters, and ranks whose amaxes are reduced together have identical scales.
+Which ranks belong together depends on how the model is split, and is learnt rather than configured: ranks whose
+checksum stayed equal while it changed `LEARN` times form a group, and a rank that leaves its group for `STEPS`
+observations in a row is an act symptom. The smaller side of the group is named (of two ranks there is no smaller side,
+and no rank is named). Two checksums are compared: `scale_checksum`, of all scales of a step, and `param_checksum`, of a
+sample of the parameters.
+Ranks declared to hold parts of the same tensors (`mesh=` of attach) are compared from the first step on. Unequal scales
+under delayed scaling are then a warning, because amaxes are reduced over another group than the one that shares
+tensors; modules that ran in FP8 on one rank and in BF16 on another are an act symptom.
 Source: detector default D12, precursor P20 (Megatron-LM pull request 442: amax reduced over the wrong group, every
 FP8 run of a 40 B model diverged after about 1,000 steps).
 Cannot see: ranks that never agreed and were not declared; differences outside the sample of the parameters.
@@ -23,28 +24,28 @@ import msgspec
 from fp8watch.detect.base import Sample, Symptom
 
 LEARN = 8
-"""Changes of the value that ranks must have gone through together."""
+"""Changes of the value that ranks must have made together to form a group."""
 PRECISION, SCALES = "precision_checksum", "scale_checksum"
 STEPS = 2
-"""Observations in a row that must differ."""
+"""Observations in a row in which a rank must differ."""
 
 
 class Quantity(msgspec.Struct):
-    """One checksum."""
+    """The state of one checksum."""
 
     values: dict[int, float] = {}
     """Rank -> newest value."""
     group: dict[int, int] = {}
     """Rank -> the lowest rank it has agreed with."""
     together: dict[int, int] = {}
-    """Rank -> changes gone through in agreement with `group`."""
+    """Rank -> changes it made in agreement with `group`."""
     apart: dict[int, int] = {}
-    """Rank -> observations in a row in which it, known to belong to its group, has differed."""
+    """Rank -> observations in a row in which it differed from its group."""
     onset: dict[int, int] = {}
 
 
 class Disagreement(msgspec.Struct):
-    """Ranks that were declared to share tensors, and differ."""
+    """A group of ranks that were declared to share tensors, and differ."""
 
     of: str
     ranks: list[int]
@@ -54,7 +55,7 @@ class Disagreement(msgspec.Struct):
 
 
 class RankMismatchState(msgspec.Struct):
-    """Name of the checksum -> what is known of it."""
+    """Name of the checksum -> its state."""
 
     quantities: dict[str, Quantity] = {}
     declared: list[Disagreement] = []
@@ -66,18 +67,18 @@ class RankMismatch:
     name = "rank_mismatch"
 
     def start(self) -> RankMismatchState:
-        """Nothing known."""
+        """The state before any sample."""
         return RankMismatchState()
 
     def rolled_back(self, state: RankMismatchState, step: int) -> RankMismatchState:
-        """Groups stay what they are; all ranks were restored from the same checkpoint."""
+        """Groups persist: all ranks were restored from the same checkpoint."""
         for quantity in state.quantities.values():
             quantity.values, quantity.apart, quantity.onset = {}, {}, {}
         state.declared = []
         return state
 
     def update(self, state: RankMismatchState, sample: Sample) -> tuple[RankMismatchState, list[Symptom]]:
-        """Look at one step of several ranks; others pass."""
+        """Look at one step of several ranks; steps of a single rank are ignored."""
         if len(sample.rank_values) == 0:
             return state, []
         symptoms: list[Symptom] = []
@@ -94,12 +95,12 @@ class RankMismatch:
 
 
 def _look_at_declared(known: list[Disagreement], sample: Sample) -> list[Disagreement]:
-    """The groups that were declared to share tensors and differ in this step; what was not observed stays as it was."""
+    """Declared groups whose ranks differ in this step; a group that was not observed keeps its state."""
     if not sample.tensor_groups:
         return []
     before = {(item.of, tuple(item.ranks)): item for item in known}
     found = []
-    # Without a history scales belong to a rank's own slice, and may rightly differ.
+    # Without a history, scales belong to each rank's own slice and may rightly differ.
     is_delayed = all(column.recipe == "delayed" for column in sample.tensors)
     for of in (PRECISION, SCALES) if is_delayed else (PRECISION,):
         seen = sample.rank_values.get(of, {})
@@ -133,7 +134,7 @@ def _declared(detector: str, item: Disagreement, sample: Sample) -> Symptom:
 
 
 def _look(quantity: Quantity, values: dict[int, float], step: int) -> list[int]:
-    """The ranks that have left their group for long enough."""
+    """The ranks that left their group long enough ago."""
     lowest: dict[float, int] = {}
     for rank in sorted(values):
         lowest.setdefault(values[rank], rank)

@@ -1,11 +1,11 @@
-"""A learning rate that climbs, step by step, past everything its schedule had settled at.
+"""A learning rate that climbs, step by step, beyond everything its schedule had settled at.
 
-A jump is seen in the step itself (`update_rms`); a rate that grows by a few percent a step never jumps. What tells it
-from a warm-up is that the schedule had settled before: no rise for `SETTLED` points in a row (constant, or decaying).
-A warm restart returns to a level already seen. Beyond `PAST`x the largest settled rate a rise has no precedent, and
-once the updates have grown with it that is worth a warning; it is a case to act when the loss is the worse for it: the
-median of its newest `RECENT` points lies more than `SIGMAS` standard errors above its settled level, in the run's own
-noise. A rate that someone raises and that trains on as before is a warning and no more.
+A jump shows in the step itself (`update_rms`), but a rate that grows by a few percent per step never jumps. A warm-up
+climbs too; the difference is that this schedule had settled before: no rise for `SETTLED` points in a row (constant, or
+decaying). A warm restart returns to a level already seen. A rate beyond `PAST`x the largest settled one has no
+precedent. Once the updates have grown with it, that is a warning. It is a case to act when the loss has suffered: the
+median of its newest `RECENT` points is more than `SIGMAS` standard errors above its settled level, in the run's own
+noise. A rate that someone raises, and with which the run trains as before, stays a warning.
 A new level counts as settled after `ACCEPT_AFTER` points without a rise.
 """
 
@@ -22,29 +22,29 @@ from fp8watch.detect.baseline import Baseline
 SETTLED = 32
 """Points without a rise after which a schedule has settled."""
 PAST = 2.0
-"""Times the largest settled rate."""
+"""Factor over the largest settled rate."""
 UPDATES = 3.0
-"""Times the settled RMS of the update."""
+"""Factor over the settled RMS of the update."""
 RECENT = 16
-"""Newest losses that are held against the settled ones."""
+"""Newest losses that are compared with the settled ones."""
 SIGMAS = 4.0
-"""Standard errors of the median of `RECENT` losses."""
+"""In standard errors of the median of `RECENT` losses."""
 MEDIAN_ERROR = 1.2533
-"""Standard error of a median over that of a mean, normal noise."""
+"""Standard error of a median over that of a mean, for normal noise."""
 ACCEPT_AFTER = 200
-"""Points without a rise after which a level of more than `PAST`x counts as settled too."""
+"""Points without a rise after which a level beyond `PAST`x counts as settled too."""
 SAME = 1e-6
-"""Relative difference of two rates that is none."""
+"""Relative difference up to which two rates are the same."""
 
 
 class CreepState(msgspec.Struct):
-    """The rate's settled past, and what update and loss were like in it."""
+    """The rate's settled past, and the updates and losses of that time."""
 
     last: float = 0.0
     steady: int = 0
     """Points in a row in which the rate did not rise."""
     top: float = 0.0
-    """Largest rate since the last rise began, without what is beyond `PAST`x."""
+    """Largest rate since the last rise began, except rates beyond `PAST`x."""
     settled: float = 0.0
     """Largest settled rate; 0: the schedule has not settled yet."""
     since: int = -1
@@ -54,12 +54,12 @@ class CreepState(msgspec.Struct):
     losses: Baseline = msgspec.field(default_factory=Baseline)
     """Loss of settled steps."""
     recent: list[float] = []
-    """Newest losses since the schedule was settled last."""
+    """Newest losses since the schedule was last settled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Creep:
-    """A rise without precedent."""
+    """A climb without precedent."""
 
     onset_step: int
     before: float
@@ -67,16 +67,16 @@ class Creep:
     follows: bool
     """Whether the updates have grown with it."""
     loss_sigmas: float
-    """Standard errors by which the loss is above its settled level; NaN where that is not known."""
+    """Standard errors by which the loss is above its settled level; NaN where unknown."""
 
     @property
     def is_harmful(self) -> bool:
-        """A case to act."""
+        """Whether this is a case to act."""
         return self.follows and self.loss_sigmas > SIGMAS
 
 
 def follow(state: CreepState, step: int, rate: float, moved: float | None, loss: float | None) -> Creep | None:
-    """Take a step in, in place: its rate (finite), update RMS and loss (finite, None: not observed)."""
+    """Add one step to the state, in place: its rate (finite), update RMS and loss (finite; None: not observed)."""
     is_rise = rate > state.last * (1.0 + SAME)
     if rate <= state.settled * (1.0 + SAME):
         state.since = -1
@@ -104,7 +104,7 @@ def follow(state: CreepState, step: int, rate: float, moved: float | None, loss:
 
 
 def cut(state: CreepState, step: int) -> None:
-    """A rollback to `step`: what was settled before it stays true."""
+    """Roll back to `step`: what had settled before it stays settled."""
     state.updates.cut(step)
     state.losses.cut(step)
     state.recent, state.steady, state.last, state.since, state.top = [], 0, math.inf, -1, 0.0

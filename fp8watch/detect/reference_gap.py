@@ -1,11 +1,10 @@
-"""reference_gap: the loss against a reference run of the same data, in higher precision, say.
+"""reference_gap: the loss compared with a reference run on the same data, in higher precision for example.
 
-What gap is ordinary depends on the phase: same-seed pairs lie 0.09 apart after a thousand steps and end within 0.01.
-So the tolerance is a schedule over steps (`tolerance`), and growth counts as well as size: a warning where the gap's
-median over the newest `BLOCK` points is beyond the tolerance, or where the gap grows steadily by `GROWTH` within a
-window of one of three time scales (`fp8watch.detect.drift`), however small it is. Only steps for which a reference is
-given are looked at; nothing is interpolated, and nothing is said past the reference's end. Never to act: what is
-better, a person has to say.
+The ordinary gap depends on the phase: same-seed pairs are 0.09 apart after a thousand steps and end within 0.01. So the
+tolerance is a schedule over steps (`tolerance`), and growth counts as well as size. Warn where the median gap of the
+newest `BLOCK` points exceeds the tolerance, or where the gap, however small, grows steadily by `GROWTH` within a window
+of one of three time scales (`fp8watch.detect.drift`). Only steps with a reference are checked; nothing is interpolated,
+and nothing is reported beyond the reference's end. Never an act symptom: a person has to say which run is better.
 Source: two public comparisons of FP8 with BF16, marin issue 7298 (flat, and within 0.01 at the end) and Megatron-LM
 issue 1152 (0.09 at step 1,000, and shrinking).
 """
@@ -22,29 +21,29 @@ from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.drift import SCALES, Trends
 
 BLOCK = 16
-"""Points of which the median is looked at."""
+"""Points whose median is compared with the tolerance."""
 EARLY, EARLY_STEP, FINAL = 0.1, 1000, 0.01
-"""Tolerance (in the loss's own unit) through a step, and at the end; in between it falls as one over the step."""
+"""Tolerance (in the unit of the loss) up to a step, and at the end; in between it falls as 1 / step."""
 GROWTH = 0.002
-"""Growth within a window (the loss's unit) that is worth a word, however even the gap is."""
+"""Growth within a window (in the unit of the loss) that is reported, however small the gap is."""
 NAMES = ["gap"]
 
 
 def tolerance(step: int) -> float:
-    """The gap that is ordinary at a step."""
+    """The ordinary gap at a step."""
     return max(FINAL, EARLY * min(1.0, EARLY_STEP / max(step, 1)))
 
 
 class ReferenceGapState(msgspec.Struct):
-    """The newest points that have a reference, and their trend."""
+    """The newest points that have a reference, and the trend of their gap."""
 
     steps: list[int] = []
     gaps: list[float] = []
     trends: Trends = msgspec.field(default_factory=Trends)
     growth: list[float] = msgspec.field(default_factory=lambda: [0.0] * SCALES)
-    """By scale, 0 where the gap does not grow."""
+    """Growth per scale, 0 where the gap does not grow."""
     since: int = -1
-    """Step of the first symptom in a row."""
+    """First step of the current series of symptoms; -1: none."""
 
 
 class ReferenceGap:
@@ -53,7 +52,7 @@ class ReferenceGap:
     name = "reference_gap"
 
     def start(self) -> ReferenceGapState:
-        """No points."""
+        """The state before any sample."""
         return ReferenceGapState()
 
     def rolled_back(self, state: ReferenceGapState, step: int) -> ReferenceGapState:
@@ -64,7 +63,7 @@ class ReferenceGap:
         return ReferenceGapState(steps=state.steps[:keep], gaps=state.gaps[:keep], trends=state.trends)
 
     def update(self, state: ReferenceGapState, sample: Sample) -> tuple[ReferenceGapState, list[Symptom]]:
-        """Look at one step that has a loss and a reference; others pass."""
+        """Look at one step; steps without a loss and a reference are ignored."""
         loss, reference = sample.scalars.get("loss"), sample.scalars.get("reference_loss")
         if loss is None or reference is None or not math.isfinite(loss) or not math.isfinite(reference):
             return state, []

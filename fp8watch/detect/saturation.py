@@ -1,13 +1,11 @@
 """saturation: a cast clips, because the scale is too large for the tensor's amax.
 
-`r = amax * scale / fp8_max` of the same step is exact: r > 1 means that at least one element was clipped.
-With delayed scaling an amax that grows between two updates clips a little in a healthy run (with
-`most_recent` about every second step), and that is harmless: at r = 1.5 the signal-to-noise ratio is still
-31.3 dB, at 2 it is 27.0 dB with 0.75 % of a normal tensor clipped, at 4 it is 11.6 dB with 18 %.
-Source of these figures: E4M3 round-to-nearest on 4.2 M normal samples.
-So r > 1 is a warning once it is out of the tensor's ordinary range, and to act takes clipping that stays:
-r > 4 in 3 of 8 steps, or r > 2 and saturated elements beyond 5 % in 3 of 8 sampled steps. A burst of one or two steps,
-as an outlier makes it, stays a warning.
+`r = amax * scale / fp8_max` of the same step is exact: r > 1 means that at least one element was clipped. Under delayed
+scaling an amax that grows between two updates clips a little in a healthy run (with `most_recent` in about every second
+step), and that is harmless: at r = 1.5 the signal-to-noise ratio is still 31.3 dB, at 2 it is 27.0 dB with 0.75 % of a
+normal tensor clipped, at 4 it is 11.6 dB with 18 % (E4M3 round-to-nearest on 4.2 M normal samples).
+So r is a warning only above 2, and acting needs clipping that lasts: r > 4 in 3 of 8 steps, or r > 2 and more than 5 %
+saturated elements in 3 of 8 sampled steps. A burst of one or two steps, such as an outlier makes, stays a warning.
 """
 
 from __future__ import annotations
@@ -21,24 +19,24 @@ from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved, observed, share_of, table_of
 
 WINDOW = 8
-"""Steps looked back on."""
+"""Length of the window in steps."""
 WARN_LOG2 = 1.0
-"""Bits of clipping that are worth a warning (r > 2: 4.5 dB lost)."""
+"""Bits of clipping to warn of (r > 2: 4.5 dB lost)."""
 ACT_LOG2 = 2.0
-"""Bits of clipping that hurt (r > 4: 20 dB lost)."""
+"""Bits of clipping to act on (r > 4: 20 dB lost)."""
 ACT_STEPS = 3
-"""Steps of the window that must clip to act."""
+"""Steps of the window that must clip before it acts."""
 ACT_RATIO = 0.05
-"""Share of saturated elements that hurts, whatever the amax says."""
+"""Share of saturated elements that does harm, whatever the amax says."""
 
 
 class SaturationState(msgspec.Struct):
-    """The newest clip depths, log2 r, and saturated shares."""
+    """log2 r and saturated shares of the newest steps."""
 
     depth: Rows = msgspec.field(default_factory=Rows)
     share: Rows = msgspec.field(default_factory=Rows)
     onset: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[num_tensors] step at which each tensor that clips now began to, -1 for the others."""
+    """[num_tensors] step at which each tensor that clips now began to clip, -1 for the others."""
 
 
 class Saturation:
@@ -48,7 +46,7 @@ class Saturation:
     of_tensors = True
 
     def start(self) -> SaturationState:
-        """Nothing seen."""
+        """The state before any sample."""
         return SaturationState()
 
     def rolled_back(self, state: SaturationState, step: int) -> SaturationState:
@@ -73,7 +71,7 @@ class Saturation:
         state.depth.push(np.where(usable, depth, np.nan))
         share = self._share(sample, high)
         if share is not None:
-            # Clipped at less than r = 2 an element is off by no more than the format's own steps add up to.
+            # Clipped at less than r = 2, an element is off by no more than the sum of the format's own steps.
             state.share.push(np.where(depth > WARN_LOG2, share, 0.0), np.isfinite(share))
         deep = (state.depth.values > ACT_LOG2).sum(axis=1)
         wide = (state.share.values > ACT_RATIO).sum(axis=1)

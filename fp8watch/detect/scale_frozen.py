@@ -1,20 +1,19 @@
 """scale_frozen: the scale in use is not the one that the amax history demands.
 
-Delayed scaling sets `scale = fp8_max / 2^margin / amax`, with amax the largest (`max`) or the newest
-(`most_recent`) entry of a window of `history_len` updates; an update whose amax is 0 does not count. The scale
-that step t uses must follow from the window through t-1, which we keep ourselves: a constant scale alone
-means nothing (a long `max` window keeps it unchanged for hundreds of healthy steps), a scale that the window
-does not demand is a fault.
+Delayed scaling sets `scale = fp8_max / 2^margin / amax`, with amax the largest (`max`) or the newest (`most_recent`)
+entry of a window of `history_len` updates; an update whose amax is 0 does not count. The scale that step t uses must
+follow from the window through t-1, which we keep ourselves. A constant scale alone means nothing, because a long `max`
+window keeps it unchanged for hundreds of healthy steps; a scale that the window does not demand is a fault.
 
-What is claimed is only what is certain:
+Only what is certain is reported:
 - a scale LARGER than the known part of the window allows is a fault, whatever else the window holds;
-- a SMALLER one is a fault when the whole window is known, or beyond `IMPLAUSIBLE_LOG2` (no amax of a run's
-  own past is that much larger, and the format has no room left);
-- with several micro-batches a step the window is known by bounds, and so is the scale;
-- an infinite entry freezes a `max` scale until it leaves (fmaxf takes it, the update is skipped); a NaN is
-  ignored by some kernels and freezes others, so there the scale itself is the witness.
-Source: transformer-engine's delayed_scaling.cu and _update_amax_history; thresholds: detector default D1 with
-the correction "frozen is not constant".
+- a SMALLER one is a fault when the whole window is known, or beyond `IMPLAUSIBLE_LOG2` (no amax of a run's own past is
+  that much larger, and the format has no room left);
+- with several micro-batches per step the window is known only by bounds, and so is the scale;
+- an infinite entry freezes a `max` scale until it leaves (fmaxf takes it, and the update is skipped); a NaN is ignored
+  by some kernels and freezes others, so there only the scale itself decides.
+Source: transformer-engine's delayed_scaling.cu and _update_amax_history; thresholds: detector default D1 with the
+correction "frozen is not constant".
 """
 
 from __future__ import annotations
@@ -30,52 +29,51 @@ from fp8watch.detect.tensors import Table, carried, high_precision, moved, table
 from fp8watch.formats import FORMATS
 
 TOLERANCE = 0.01
-"""Relative deviation that rounding and a float32 division cannot explain (they make 1e-6)."""
+"""Relative deviation that rounding and a float32 division cannot explain (they cause 1e-6)."""
 PERSISTENCE = 2
-"""Updates in a row, with a non-zero amax, that must deviate."""
+"""Updates in a row with a non-zero amax in which the scale must deviate."""
 IMPLAUSIBLE_LOG2 = 16.0
-"""Powers of two below what the known window demands that no unseen older entry can explain."""
+"""Powers of two below the known window's demand that no unseen older entry can explain."""
 PURGE_TOLERANCE = 1e-3
-"""How closely a changed scale must meet the demand of a shorter window to be taken for a purge."""
+"""How closely a changed scale must match the demand of a shorter window to count as a purge."""
 
 
 class ScaleFrozenState(msgspec.Struct):
-    """Windows and, for every tensor in the order of `windows.names`, how long it has deviated."""
+    """Amax windows and, for each tensor in the order of `windows.names`, how long its scale has deviated."""
 
     windows: AmaxWindows = msgspec.field(default_factory=AmaxWindows)
     deviating: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     onset: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     last_scale: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    last_amax: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     unchanged: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Steps for which the scale has been bit-identical."""
     was_high_precision: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     lengths: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     last_step: int | None = None
-    """The step entered last."""
+    """The newest step in the windows."""
 
 
 class ScaleFrozen:
-    """Compares every scale with the demand of our own amax window."""
+    """Compares every scale with what our own amax window demands."""
 
     name = "scale_frozen"
     of_tensors = True
 
     def start(self) -> ScaleFrozenState:
-        """Nothing known yet."""
+        """The state before any sample."""
         return ScaleFrozenState()
 
     def rolled_back(self, state: ScaleFrozenState, step: int) -> ScaleFrozenState:
-        """Windows as they were after `step`; deviations are counted anew."""
+        """Windows as they were after `step`; deviations are counted again from 0."""
         state.windows.cut(step)
-        # What came before `step` may be missing too: then the next step finds a gap.
+        # Steps just before `step` may be missing too; the next step then finds a gap.
         state.last_step = None if state.last_step is None else min(state.last_step, step)
         state.deviating[:] = 0
         state.unchanged[:] = 0
         return state
 
     def update(self, state: ScaleFrozenState, sample: Sample) -> tuple[ScaleFrozenState, list[Symptom]]:
-        """Judge the step's scales by the window through the step before, then enter its amax."""
+        """Judge the step's scales by the window through the previous step, then add the step's amax."""
         if "amax" not in sample.values or "scale" not in sample.values:
             return state, []
         table = table_of(sample)
@@ -112,7 +110,7 @@ class ScaleFrozen:
         return state, self._report(state, sample, deviation, poisoned, (low, high_bound))
 
     def _mind_the_gap(self, state: ScaleFrozenState, sample: Sample) -> None:
-        """Steps that were never seen have entered the library's window and not ours: ours begins anew."""
+        """Steps that we did not see have entered the library's window but not ours, so ours starts again."""
         if state.last_step is not None and sample.step > state.last_step + 1:
             state.windows.forget(np.arange(len(state.windows.names)))
             state.deviating[:] = 0
@@ -131,7 +129,7 @@ class ScaleFrozen:
         state.lengths = table.lengths
 
     def _demand(self, state: ScaleFrozenState, sample: Sample, table: Table) -> tuple[Array, Array]:
-        """[num_tensors] smallest and largest scale that the step may rightly use; 0 and inf where unknown."""
+        """[num_tensors] smallest and largest scale that this step may use; 0 and inf where unknown."""
         windows, top, is_max = state.windows, table.top_with_margin, table.is_max
         latest = windows.latest().astype(np.float64)
         largest = np.where(is_max, windows.peak.astype(np.float64), np.where(np.isfinite(latest), latest, 0.0))
@@ -142,7 +140,7 @@ class ScaleFrozen:
         if sample.updates_backward > 1 or sample.updates_forward > 1:
             updates = np.where(table.is_grad, sample.updates_backward, sample.updates_forward)
             several = updates > 1
-            # The step's earlier micro-batches are in the window too; each is at most the step's amax.
+            # The step's earlier micro-batches are in the window too; each has at most the step's amax.
             current = np.where(np.isfinite(sample.values["amax"]), sample.values["amax"], np.inf)
             upper_amax = np.where(several, np.maximum(upper_amax, current), upper_amax)
             # A window too short to reach back through all micro-batches may hold any part of the step.
@@ -158,7 +156,7 @@ class ScaleFrozen:
         return np.where(complete, smallest_scale, smallest_scale * 2.0**-IMPLAUSIBLE_LOG2), largest_scale
 
     def _is_purge(self, state: ScaleFrozenState, sample: Sample, row: int, scale: float) -> bool:
-        """A scale that has just changed to what a shorter window demands: someone purged it; follow suit."""
+        """Whether a scale has just changed to what a shorter window demands: somebody purged the window, so follow."""
         column = sample.tensors[row]
         values, _ = state.windows.newest(row)
         wanted = FORMATS[column.fp8_format].max * 2.0**-column.margin / scale

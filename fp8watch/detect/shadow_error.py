@@ -1,11 +1,11 @@
 """shadow_error: a layer's FP8 GEMM differs from the same GEMM in BF16 by more than its format explains.
 
 The probe runs one layer's forward GEMM again in BF16 on the same input and gives ||y8 - y16|| / ||y16||. Casting to
-E4M3 costs each operand 31.5 dB, so 3.7 % is ordinary. A warning above 6 % in two probes of a module in a row. To act
-takes 10 % in three in a row and nothing else that explains it: where scales are wrong or a cast clips, their own
-detectors say so, with the tensor, and the error follows from them. What is left is a kernel, a stale cached weight
-(transformer-engine issue 1047: 0.068 to 1.7) or a device that computes wrongly.
-An ordinary probe, on the other hand, speaks against precision as a cause: see attribution.
+E4M3 leaves each operand an SNR of 31.5 dB, so 3.7 % is ordinary. Warn above 6 % in two probes of a module in a row.
+Acting needs 10 % in three in a row and no other explanation: where scales are wrong or a cast clips, the detectors for
+that name the tensor, and the error follows from it. What remains is a kernel, a stale cached weight (transformer-engine
+issue 1047: 0.068 to 1.7) or a device that computes wrongly.
+Conversely, an ordinary probe is evidence against precision as the cause: see attribution.
 Source: detector default D13, precursor P17.
 """
 
@@ -18,14 +18,14 @@ from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.tensors import high_precision, observed
 
 ORDINARY = 0.05
-"""Error up to which a probe counts as ordinary: E4M3 x E4M3 gives 3.7 %, a heavy-tailed input a little more."""
+"""Largest ordinary error of a probe: E4M3 x E4M3 gives 3.7 %, a heavy-tailed input a little more."""
 WARN, ACT = 0.06, 0.10
 WARN_PROBES, ACT_PROBES = 2, 3
-"""Probes of the module in a row."""
+"""Probes of one module in a row."""
 
 
 class Probes(msgspec.Struct):
-    """Of one module."""
+    """The probes of one module."""
 
     over: int = 0
     bad: int = 0
@@ -41,21 +41,21 @@ class ShadowErrorState(msgspec.Struct):
 
 
 class ShadowError:
-    """Relative error of FP8 GEMMs, where they were probed."""
+    """Relative error of probed FP8 GEMMs."""
 
     name = "shadow_error"
     of_tensors = True
 
     def start(self) -> ShadowErrorState:
-        """No probe."""
+        """The state before any sample."""
         return ShadowErrorState()
 
     def rolled_back(self, state: ShadowErrorState, step: int) -> ShadowErrorState:
-        """Probes are undone."""
+        """The probes are undone."""
         return ShadowErrorState()
 
     def update(self, state: ShadowErrorState, sample: Sample) -> tuple[ShadowErrorState, list[Symptom]]:
-        """Look at one step in which a layer was probed; others pass."""
+        """Look at one step; steps without a probe are ignored."""
         column = observed(sample, "shadow_error")
         if column is None:
             return state, []
@@ -64,7 +64,7 @@ class ShadowError:
             error, name = float(column[0][row]), sample.tensors[int(row)].name
             probes = state.probes.setdefault(name, Probes())
             probes.error, probes.last_step = error, sample.step
-            # A NaN compares with nothing: an error that is no number is as bad as can be.
+            # Any comparison with NaN is false, and an error that is not a number must count as the worst.
             is_over, is_bad = not error <= WARN, not error <= ACT
             probes.onset = (probes.onset if probes.over else sample.step) if is_over else -1
             probes.over = probes.over + 1 if is_over else 0

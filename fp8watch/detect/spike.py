@@ -1,8 +1,8 @@
 """The rule that loss and gradient norm share: points far above their own robust baseline.
 
-z = (x - centre) / noise, with x the loss itself or the logarithm of the norm, and noise the largest of the
-baseline's two and a floor. A point above `HOT` sigma is hot and is kept out of the baseline. A run of hot points is
-judged by its length and height (`SpikeRule`). A level that stays hot becomes the new baseline after `REBASE_AFTER`
+z = (x - centre) / noise, where x is the loss itself or the logarithm of the norm, and noise is the largest of the
+baseline's two noises and a floor. A point above `HOT` sigma is hot and is kept out of the baseline. A run of hot points
+is judged by its length and height (`SpikeRule`). A level that stays hot becomes the new baseline after `REBASE_AFTER`
 points, so that a run that settles elsewhere is watched again; until then the incident stays open.
 """
 
@@ -16,13 +16,13 @@ import msgspec
 from fp8watch.detect.baseline import Baseline
 
 HOT = 4.0
-"""Sigma above which a point is no ordinary one."""
+"""Sigma above which a point is not ordinary."""
 MIN_POINTS = 24
-"""Accepted points before anything is judged."""
+"""Accepted points needed before anything is judged."""
 REBASE_AFTER = 256
 """Hot points in a row after which the level is accepted."""
-HEARD_POINTS = 2
-"""Points of a hot run that count as noise the run may have: the rest of a long one is an event, not noise."""
+NOISE_POINTS = 2
+"""Points of a hot run that enter the tail noise: the rest of a long run is an event, not noise."""
 COLD_POINTS = 5
 """Ordinary points in a row that end a hot run."""
 
@@ -32,23 +32,23 @@ class SpikeRule:
     """What makes a hot run a warning or a case to act."""
 
     floor: float
-    """Smallest noise believed, in units of x, or as a share of the centre where `is_linear`."""
+    """Smallest noise that is believed, in units of x, or as a share of the centre where `is_linear`."""
     warn_sigma: float
     act_sigma: float
     act_points: int
-    """Hot points the run must have to act: an outlier that heals at once does not get there."""
+    """Hot points needed to act: an outlier that heals at once does not reach this."""
     act_rise: float
-    """Rise in x that must be exceeded as well."""
+    """Rise in x that must be exceeded as well to act."""
     sparse_stride: int = 25
-    """Steps between points from which on a single point stands for a stretch of training."""
+    """Steps between points from which a single point stands for a stretch of training."""
     sparse_rise: float = 0.25
-    """Relative rise at which one such point is enough."""
+    """Relative rise at which one such point is enough to act."""
     is_linear: bool = False
-    """Values are as logged, not their logarithms; the floor is then relative to the centre."""
+    """x is the value as logged and not its logarithm; the floor is then relative to the centre."""
 
 
 class SpikeState(msgspec.Struct):
-    """Baseline and the hot run under way."""
+    """Baseline and the current hot run."""
 
     baseline: Baseline = msgspec.field(default_factory=Baseline)
     stride: int = 1
@@ -58,12 +58,12 @@ class SpikeState(msgspec.Struct):
     cold: int = 0
     is_act: bool = False
     foot: list[int] = []
-    """Steps of the points in a row above half of `HOT` before the run: the foot of a slow rise."""
+    """Steps of the points in a row above half of `HOT` before the run: the foot of a slow rise is the onset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One point against the baseline."""
+    """One point compared with the baseline."""
 
     z: float
     rise: float
@@ -74,7 +74,7 @@ class Judged:
 
 
 def judge(state: SpikeState, rule: SpikeRule, step: int, value: float) -> Judged:
-    """Take one finite value in; the state is updated in place."""
+    """Add one finite value to the state, in place, and judge it."""
     if state.last_step is not None and step > state.last_step:
         state.stride = step - state.last_step
     state.last_step = step
@@ -85,14 +85,14 @@ def judge(state: SpikeState, rule: SpikeRule, step: int, value: float) -> Judged
     sigma = max(baseline.tail_noise(), floor, 1e-12)
     rise = value - baseline.centre
     if rise > HOT / 2 * sigma:
-        # Only here can the other noise, which is never smaller than nothing, make a difference.
+        # The trend noise is expensive, and only above this level can it change the verdict.
         noise = baseline.noise()
         if not math.isfinite(noise):
             return _unjudged(baseline, step, value)
         sigma = max(noise, sigma)
     z = rise / sigma
-    if len(state.run_steps) < HEARD_POINTS or z <= HOT:
-        baseline.hear(rise)
+    if len(state.run_steps) < NOISE_POINTS or z <= HOT:
+        baseline.add_excess(rise)
     if z <= HOT:
         return _ordinary(state, step, value, z, rise)
     state.cold = 0
@@ -108,7 +108,7 @@ def judge(state: SpikeState, rule: SpikeRule, step: int, value: float) -> Judged
 
 def _unjudged(baseline: Baseline, step: int, value: float) -> Judged:
     if len(baseline) >= MIN_POINTS // 3:
-        baseline.hear(value - baseline.centre)
+        baseline.add_excess(value - baseline.centre)
     baseline.accept(step, value)
     return Judged(z=0.0, rise=0.0, severity=None, onset_step=step, num_hot=0)
 
@@ -147,7 +147,7 @@ def _rebase(state: SpikeState, z: float, rise: float) -> Judged:
 
 
 def cut(state: SpikeState, step: int) -> SpikeState:
-    """A rollback to `step`: the baseline as it was then, and no run under way."""
+    """Roll back to `step`: the baseline as it was then, and no current run."""
     state.baseline.cut(step)
     state.run_steps, state.run_values, state.cold, state.is_act, state.foot = [], [], 0, False, []
     state.last_step = None

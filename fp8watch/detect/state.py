@@ -1,7 +1,7 @@
 """Encoding of detector states, so that a standby controller continues exactly where another stopped.
 
-States are `msgspec` structs; numpy arrays inside them travel as (dtype, shape, bytes), amax windows thinned out.
-Detectors consume the state they are given and may reuse its arrays; `encode` takes the snapshot.
+States are `msgspec` structs; numpy arrays in them travel as (dtype, shape, bytes), amax windows without redundant
+entries. Detectors own the state they are given and may reuse its arrays; `encode` takes a snapshot.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def encode(state: Any) -> bytes:
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[S]) -> S:
-    """The state of this kind back from `encode`. Raises `msgspec.DecodeError` or `ValidationError`."""
+    """The state of type `kind` that `encode` packed. Raises `msgspec.DecodeError` or `ValidationError`."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_hook)

@@ -1,14 +1,15 @@
-"""stuck: something that must move stands still, to the bit.
+"""stuck: something that must change is bit-identical.
 
-No two steps of a training give the same loss in all bits, nor the same amax in every activation: that needs the same
-batch and the same parameters. A warning when, `POINTS` steps in a row each,
-- loss and gradient norm are bit-identical: parameters and data stand still, or what is recorded is not the loss;
-- every activation's and gradient's amax is: the same batch again, or a capture that reads an old buffer;
-- the update is exactly 0 though the learning rate is not and nothing was skipped: the optimizer holds other
+No two steps of a training give the same loss in all bits, nor the same amax in every activation: that would take the
+same batch and the same parameters. It is a warning when, for `POINTS` steps in a row,
+- loss and gradient norm are bit-identical: parameters and data do not change, or what is recorded is not the loss;
+- the amax of every activation and gradient is: the same batch again, or a capture that reads an old buffer;
+- the update is exactly 0 although the learning rate is not and nothing was skipped: the optimizer holds other
   parameters than the model, or its step does nothing;
-and when a tensor whose amax was not 0 has one of exactly 0 in `DEAD_POINTS` steps in a row: it is dead (an empty
-tensor, as of an expert without tokens, is not observed and does not count). An amax of 0 is never overflow, and after a
-NaN it means nothing (kernels leave NaN out of it). Only live frames are judged: a log may be rounded or repaired.
+or when a tensor whose amax was not 0 has an amax of exactly 0 for `DEAD_POINTS` steps in a row: it is dead (an empty
+tensor, such as that of an expert without tokens, is not observed and does not count). An amax of 0 is never an
+overflow, and after a NaN it means nothing (kernels leave NaN out of it). Only live frames are judged: a log may be
+rounded or repaired.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.tensors import Array, carried, moved, observed, table_of
 
 POINTS = {"loss": 256, "activations": 32, "parameters": 32}
-"""Steps in a row. A loss may be recorded coarsely (an integer, a cached value): hence more of it."""
+"""Steps in a row. A loss may be recorded coarsely (as an integer, or cached), so it takes more of them."""
 DEAD_POINTS = 32
 FINGERPRINT_TENSORS = 4
-"""Activations and gradients with a positive amax that it takes to call them all unchanged."""
+"""Smallest number of activations and gradients with a positive amax that can count as all unchanged."""
 
 
 class StuckState(msgspec.Struct):
-    """Newest values, and for how many steps they have stood still."""
+    """Newest values, and for how many steps they have not changed."""
 
     names: list[str] = []
     loss: tuple[float, float] = (math.nan, math.nan)
     """Loss and gradient norm."""
     amax: Array = msgspec.field(default_factory=lambda: np.zeros(0))
-    """[num_tensors] as last observed."""
+    """[num_tensors] last observed amax."""
     was_alive: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     dead: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[num_tensors] steps in a row with an amax of 0."""
     still: dict[str, int] = {}
-    """What stands still -> for how many steps."""
+    """Quantity -> steps for which it has not changed."""
 
 
 class Stuck:
@@ -50,11 +51,11 @@ class Stuck:
     name = "stuck"
 
     def start(self) -> StuckState:
-        """Nothing seen."""
+        """The state before any sample."""
         return StuckState()
 
     def rolled_back(self, state: StuckState, step: int) -> StuckState:
-        """Steps are repeated now, and rightly give the same."""
+        """Steps repeat now, and rightly give the same values."""
         return StuckState()
 
     def update(self, state: StuckState, sample: Sample) -> tuple[StuckState, list[Symptom]]:
@@ -64,7 +65,7 @@ class Stuck:
         scalars = sample.scalars
         loss = (scalars.get("loss", math.nan), scalars.get("grad_norm", math.nan))
         is_same = loss[0] == state.loss[0] and loss[1] == state.loss[1]
-        self._count(state, "loss", is_same)  # NaN, as where one is not observed, equals nothing
+        self._count(state, "loss", is_same)  # NaN, as for a value that is not observed, equals nothing
         state.loss = loss
         moved_by, rate = scalars.get("update_rms"), scalars.get("learning_rate")
         if moved_by is not None:

@@ -1,7 +1,7 @@
-"""What the per-tensor detectors share: a layout's constants, observed columns, and short histories by tensor.
+"""Shared by the per-tensor detectors: a layout's constants, observed columns, and short histories per tensor.
 
-A frame has thousands of tensors and a detector runs in every step, so nothing here or in a detector walks over
-tensors in Python: what depends on the layout alone is worked out once (`table_of`), the rest is numpy over all.
+A frame has thousands of tensors and every detector runs in every step, so neither this module nor a detector loops over
+tensors in Python. What depends on the layout alone is computed once (`table_of`); the rest is numpy over all tensors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fp8watch.records import TensorColumn
 Array = np.ndarray[Any, Any]
 
 KEEP_TABLES = 8
-"""Layouts remembered: those of the runs that a controller follows at the same time."""
+"""Layouts remembered: those of the runs that one controller follows at the same time."""
 SPREAD = 8
-"""Steps in which every tensor's median is worked out once; see `Rows.screen`."""
+"""Every tensor's median is renewed once in this many steps; see `Rows.screen`."""
 YOUNG = 16
-"""Values below which a row's median is worked out in every step."""
+"""A row with fewer values than this has its median renewed in every step."""
 
 
 class Table:
-    """What follows from the columns alone: arrays with one element a tensor, and the names as one list object."""
+    """What follows from the columns alone: arrays with one element per tensor, and the names as one list object."""
 
     __slots__ = ("columns", "delayed", "is_e4m3", "is_grad", "is_max", "is_weight", "kinds", "lengths", "names", "top",
                  "top_with_margin")  # fmt: skip
@@ -47,14 +47,14 @@ class Table:
         self.is_e4m3 = np.array([column.fp8_format.startswith("e4m3") for column in columns], dtype=np.bool_)
         order = {kind: i for i, kind in enumerate(sorted({column.tensor for column in columns}))}
         self.kinds = np.array([order[column.tensor] for column in columns], dtype=np.int64)
-        """A number for each class of tensors (input, weight, ...)."""
+        """A number for each kind of tensor (input, weight, ...)."""
 
 
 _tables: list[Table] = []
 
 
 def table_of(sample: Sample) -> Table:
-    """The constants of the sample's layout; worked out once for equal columns (a memo, no state)."""
+    """The constants of the sample's layout; computed once for equal columns (a memo, not state)."""
     columns = sample.tensors
     for table in _tables:
         if table.columns is columns:
@@ -69,7 +69,7 @@ def table_of(sample: Sample) -> Table:
 
 
 def observed(sample: Sample, name: str) -> tuple[Array, Array] | None:
-    """Values (float64) and which were observed; None when the column is absent from the step."""
+    """Values (float64) and which of them were observed; None when the step does not have the column."""
     values = sample.values.get(name)
     if values is None or not len(values):
         return None
@@ -79,8 +79,8 @@ def observed(sample: Sample, name: str) -> tuple[Array, Array] | None:
 
 
 def share_of(sample: Sample, name: str, high: Array) -> tuple[Array, Array] | None:
-    """[num_tensors] share of a tensor's quantized elements that column `name` counts, and where it is known (0 where
-    not); None on steps that count nothing. `high`: see `high_precision`."""
+    """[num_tensors] share of a tensor's quantized elements that column `name` counts (0 where unknown), and where it is
+    known; None on steps without counts. `high`: see `high_precision`."""
     counted, quantized = observed(sample, name), observed(sample, "quantized")
     if counted is None or quantized is None:
         return None
@@ -102,28 +102,28 @@ def carried(values: Array, rows: Array, fill: Any) -> Array:
 
 
 def rows_of(names: list[str], old: list[str]) -> Array:
-    """[len(names)] where each name was in `old`, -1 where it is new."""
+    """[len(names)] index of each name in `old`, -1 where it is new."""
     index = {name: i for i, name in enumerate(old)}
     return np.array([index.get(name, -1) for name in names], dtype=np.int64)
 
 
 def moved(names: list[str], old: list[str]) -> Array | None:
-    """Where each name was in `old` (see `rows_of`) when the layout has changed; None when it has not."""
+    """`rows_of(names, old)` when the layout has changed; None when it has not."""
     return None if names is old or names == old else rows_of(names, old)
 
 
 class Rows(msgspec.Struct):
-    """The newest values of each tensor, in a ring a tensor; NaN where nothing was observed."""
+    """The newest values of each tensor, in one ring per tensor; NaN where nothing was observed."""
 
     names: list[str] = []
     values: Array = msgspec.field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
-    """[num_tensors, length] float32, in no order."""
+    """[num_tensors, length] float32, in ring order."""
     position: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """[num_tensors] where the next value goes."""
     held: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """[num_tensors] how many values of a row are not NaN."""
+    """[num_tensors] how many values of each row are not NaN."""
     medians: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """[num_tensors] as of the row's last turn in `screen`, NaN before."""
+    """[num_tensors] median as of the row's last turn in `screen`, NaN before the first."""
     turn: int = 0
 
     def follow(self, names: list[str], length: int) -> None:
@@ -142,7 +142,7 @@ class Rows(msgspec.Struct):
         self.names = names
 
     def push(self, values: Array, mask: Array | None = None) -> None:
-        """Append one of `values` ([num_tensors]) to each row (of `mask`); the oldest falls out."""
+        """Append one value of `values` ([num_tensors]) to each row (where `mask` is set); the oldest falls out."""
         length = self.values.shape[1]
         rows = np.arange(len(values)) if mask is None or mask.all() else np.flatnonzero(mask)
         if len(rows) < len(values):
@@ -153,13 +153,13 @@ class Rows(msgspec.Struct):
         self.position[rows] = (at + 1) % length
 
     def last(self) -> Array:
-        """[num_tensors] the newest value, NaN where nothing is."""
+        """[num_tensors] the newest value, NaN where there is none."""
         newest: Array = self.values[np.arange(len(self.position)), self.position - 1]
         return newest
 
     def median(self, rows: Array) -> Array:
-        """[len(rows)] exact medians of what is held, NaN where nothing is."""
-        # Sorting puts NaN last, so that the middle of the first `held` is the median (numpy's nanmedian costs 20x).
+        """[len(rows)] exact medians of the values held, NaN where there are none."""
+        # Sorting puts NaN last, so the middle of the first `held` values is the median (numpy's nanmedian costs 20x).
         ordered, count = np.sort(self.values[rows], axis=1), self.held[rows]
         at = np.arange(len(rows))
         low, high = np.maximum(count - 1, 0) // 2, np.minimum(count // 2, self.values.shape[1] - 1)
@@ -167,10 +167,10 @@ class Rows(msgspec.Struct):
         return result
 
     def screen(self) -> Array:
-        """[num_tensors] medians, each at most `SPREAD` - 1 steps old: to choose by, not to judge by.
+        """[num_tensors] medians, each at most `SPREAD` - 1 steps old: good enough to select rows, not to judge them.
 
-        Exact medians of all rows in every step are what costs. A row's is renewed in every eighth step, and in each
-        while it has fewer than `YOUNG` values. Who finds a row conspicuous asks for its exact `median`.
+        Exact medians of all rows in every step would be too expensive. A row is renewed in every eighth step, and in
+        every step while it has fewer than `YOUNG` values. For a row that stands out, ask for its exact `median`.
         """
         self.turn = (self.turn + 1) % SPREAD
         rows = np.arange(self.turn, len(self.medians), SPREAD)

@@ -1,15 +1,14 @@
 """underflow: elements that were not zero become zero in the cast.
 
-Counted on sampled steps: `underflowed / quantized`. What is ordinary differs by tensor, so the share is held
-against the tensor's own past, and must stay for 2 sampled steps in a row (3 to act): warn above 1 % and 3x its
-median.
-Whether it hurts is another question: attention's gradients lose 40 % of their elements in runs that train, at an
-undiminished signal-to-noise ratio, because a few large elements carry them. So to act takes more than 10 % and 3x
-the median together with a loss of 3 dB against the tensor's own median ratio, or more than 60 %, at which nothing
-is left of the body whatever the ratio says (one huge element gives an excellent one). A tensor without a past
-(fewer than `MIN_BASELINE` sampled steps) acts above 60 % only.
-Source: detector default D4 (1 %, 3x), the rest from emulated runs of a small GPT, healthy and not; for a normal
-tensor the share is 1.74e-6 * amax/sigma in E4M3.
+Counted on sampled steps: `underflowed / quantized`. What is ordinary differs by tensor, so the share is compared with
+the tensor's own past. Warn above 1 % and 3x its median, in 2 sampled steps in a row.
+Whether it does harm is another question: attention's gradients lose 40 % of their elements in runs that train well, at
+an undiminished signal-to-noise ratio, because a few large elements carry them. So acting needs 3 sampled steps in a row
+with either more than 10 % and 3x the median together with a loss of 3 dB against the tensor's own median ratio, or more
+than 60 %, where nothing is left of the body whatever the ratio says (one huge element makes it excellent). A tensor
+without a past (fewer than `MIN_BASELINE` sampled steps) acts above 60 % only.
+Source: detector default D4 (1 %, 3x), the rest from emulated runs of a small GPT, healthy and not; for a normal tensor
+the share is 1.74e-6 * amax/sigma in E4M3.
 """
 
 from __future__ import annotations
@@ -23,50 +22,50 @@ from fp8watch.detect.base import Sample, Symptom
 from fp8watch.detect.tensors import Array, Rows, carried, high_precision, moved, observed, share_of, table_of
 
 WINDOW = 32
-"""Ordinary sampled steps that make a tensor's baseline."""
+"""Length of a tensor's baseline, in ordinary sampled steps."""
 MIN_BASELINE = 16
 WARN_RATIO = 0.01
 ACT_RATIO = 0.1
 TIMES = 3.0
-"""Times its own median, for both."""
+"""Factor over the tensor's own median, to warn and to act."""
 ACT_LOSS_DB = 3.0
-"""Decibels below the tensor's median signal-to-noise ratio."""
+"""Decibels below the tensor's median signal-to-noise ratio, to act."""
 ACT_ALONE = 0.6
-"""Share that is acted on whatever the signal-to-noise ratio is."""
+"""Share to act on, whatever the signal-to-noise ratio is."""
 WARN_STEPS, ACT_STEPS = 2, 3
-"""Sampled steps in a row."""
+"""In sampled steps in a row."""
 
 
 class UnderflowState(msgspec.Struct):
-    """Ordinary shares a tensor, and for how many sampled steps it has been out of them."""
+    """Ordinary shares of each tensor, and for how many sampled steps it has been above them."""
 
     ordinary: Rows = msgspec.field(default_factory=Rows)
     snr: Rows = msgspec.field(default_factory=Rows)
-    """Signal-to-noise ratios of the same steps, dB."""
+    """Signal-to-noise ratios of the same steps, in dB."""
     over: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[num_tensors] sampled steps in a row above the warning's limit."""
+    """[num_tensors] sampled steps in a row above the limit to warn."""
     hurt: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[num_tensors] the same for those bad enough to act."""
+    """[num_tensors] sampled steps in a row above the limit to act."""
     onset: Array = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 class Underflow:
-    """Share of underflowed elements against the tensor's own past."""
+    """Share of underflowed elements, compared with the tensor's own past."""
 
     name = "underflow"
     of_tensors = True
 
     def start(self) -> UnderflowState:
-        """No baseline."""
+        """The state before any sample."""
         return UnderflowState()
 
     def rolled_back(self, state: UnderflowState, step: int) -> UnderflowState:
-        """Baselines hold only ordinary shares and stay true; what was under way is not."""
+        """Baselines hold only ordinary shares and stay valid; the running counts are undone."""
         state.over[:], state.hurt[:], state.onset[:] = 0, 0, 0
         return state
 
     def update(self, state: UnderflowState, sample: Sample) -> tuple[UnderflowState, list[Symptom]]:
-        """Look at one sampled step; others pass."""
+        """Look at one sampled step; other steps are ignored."""
         counted = share_of(sample, "underflowed", high_precision(sample))
         if counted is None:
             return state, []
@@ -118,7 +117,7 @@ class Underflow:
         ]
 
     def _lost_db(self, state: UnderflowState, sample: Sample, names: list[str]) -> Array:
-        """[num_tensors] dB below the tensor's median signal-to-noise ratio; -inf where it is not observed."""
+        """[num_tensors] dB below the tensor's median signal-to-noise ratio; -inf where not observed."""
         state.snr.follow(names, WINDOW)
         ratio = observed(sample, "snr")
         if ratio is None:

@@ -1,11 +1,12 @@
 """underflow_drift: the share of elements that the cast turns into zeros grows slowly.
 
-A level rule (`underflow`) holds a share against the median of the newest sampled steps, and that median follows a
-drift: a share that doubles every few hundred sampled steps is never three times its own. Here log2 of the share, from
-`SMALLEST` on, is averaged over blocks of sampled steps on three time scales (`fp8watch.detect.drift`). A warning where
-it rises steadily by `LIMIT_LOG2` (3x, the factor of the level rule) more than the median tensor of its kind does, and
-has come to `WARN_RATIO`. A case to act where more than `ACT_RATIO` are lost and the signal-to-noise ratio has lost
-`ACT_LOSS_DB` over the same window: the limits of the level rule, held against the window's beginning.
+The level rule (`underflow`) compares a share with the median of the newest sampled steps, and that median follows a
+drift: a share that doubles every few hundred sampled steps never reaches three times its own. Here log2 of the share
+(shares below `SMALLEST` count as that) is averaged over blocks of sampled steps on three time scales
+(`fp8watch.detect.drift`). Warn where it rises steadily by `LIMIT_LOG2` (3x, the factor of the level rule) more than the
+median tensor of its kind, and has reached `WARN_RATIO`. Act where more than `ACT_RATIO` of the elements are lost and
+the signal-to-noise ratio has lost `ACT_LOSS_DB` over the same window: the limits of the level rule, compared with the
+window's beginning.
 Source: detector default D4 (1 %, 3x), on the time scales of D3's drift; zeroed gradients grew for whole trainings in
 NVFP4 (arXiv 2604.12374).
 """
@@ -17,38 +18,37 @@ import math
 import msgspec
 import numpy as np
 
-from fp8watch.detect.amax_drift import MIN_PEERS
 from fp8watch.detect.base import Sample, Symptom
-from fp8watch.detect.drift import SCALES, Trends
-from fp8watch.detect.tensors import Array, Table, carried, high_precision, moved, observed, share_of, table_of
+from fp8watch.detect.drift import SCALES, Trends, beyond_peers
+from fp8watch.detect.tensors import Array, carried, high_precision, moved, observed, share_of, table_of
 from fp8watch.detect.underflow import ACT_LOSS_DB, ACT_RATIO, TIMES, WARN_RATIO
 
 SMALLEST = 1e-4
-"""Share below which growth says nothing: a few elements of a small tensor."""
+"""Share below which growth means nothing: a few elements of a small tensor."""
 LIMIT_LOG2 = math.log2(TIMES)
 DB_A_BIT = 20.0 * math.log10(2.0)
-"""Decibels of a factor of two in amplitude: signal-to-noise ratios are averaged in these units."""
+"""Decibels per factor of two in amplitude: signal-to-noise ratios are averaged in this unit."""
 
 
 class UnderflowDriftState(msgspec.Struct):
-    """Trends of the shares and of the signal-to-noise ratios, and what each scale's last look found."""
+    """Trends of the shares and of the signal-to-noise ratios, and the latest verdict on each time scale."""
 
     shares: Trends = msgspec.field(default_factory=Trends)
     ratios: Trends = msgspec.field(default_factory=Trends)
     excess: Array = msgspec.field(default_factory=lambda: np.zeros((0, SCALES), dtype=np.float32))
     """[num_tensors, SCALES] bits above the peers, 0 where a share does not drift."""
     lost_db: Array = msgspec.field(default_factory=lambda: np.zeros((0, SCALES), dtype=np.float32))
-    """[num_tensors, SCALES] what the signal-to-noise ratio has lost over the window, NaN where that is not known."""
+    """[num_tensors, SCALES] dB that the signal-to-noise ratio has lost over the window, NaN where unknown."""
 
 
 class UnderflowDrift:
-    """Slow growth of the underflowed share against the tensor's peers."""
+    """Slow growth of the underflowed share, compared with the tensor's peers."""
 
     name = "underflow_drift"
     of_tensors = True
 
     def start(self) -> UnderflowDriftState:
-        """Nothing seen."""
+        """The state before any sample."""
         return UnderflowDriftState()
 
     def rolled_back(self, state: UnderflowDriftState, step: int) -> UnderflowDriftState:
@@ -59,7 +59,7 @@ class UnderflowDrift:
         return state
 
     def update(self, state: UnderflowDriftState, sample: Sample) -> tuple[UnderflowDriftState, list[Symptom]]:
-        """Look at one sampled step, others pass; verdicts change when a block ends."""
+        """Look at one sampled step; other steps are ignored. Verdicts change only when a block ends."""
         counted = share_of(sample, "underflowed", high_precision(sample))
         if counted is None:
             return state, []
@@ -74,7 +74,8 @@ class UnderflowDrift:
         known = usable & snr[1] & np.isfinite(snr[0]) if snr is not None else np.zeros(len(usable), dtype=np.bool_)
         state.ratios.push(np.where(known, 0.0 if snr is None else snr[0], 0.0) / DB_A_BIT, known, sample.step)
         for i in state.shares.push(np.log2(np.maximum(share, SMALLEST)), usable, sample.step):
-            now = _beyond_peers(state.shares.rise(i), table)
+            # The same limit without peers: unlike an amax, a share of zeros has no reason to grow.
+            now = beyond_peers(state.shares.rise(i), table.kinds, LIMIT_LOG2, LIMIT_LOG2)
             state.excess[:, i] = state.shares.kept(i, state.excess[:, i], now)
             state.lost_db[:, i] = -state.ratios.change(i) * DB_A_BIT
         drifting = (state.excess > 0) & usable[:, None] & (share >= WARN_RATIO)[:, None]
@@ -109,14 +110,3 @@ def _symptom(state: UnderflowDriftState, sample: Sample, hit: Array, share: Arra
             "num_tensors": len(rows),
         },
     )
-
-
-def _beyond_peers(rise: Array, table: Table) -> Array:
-    """[num_tensors] rise above the median of the kind where that is beyond the limit, else 0. A tensor with few peers
-    is held against nothing: unlike an amax, a share of zeros has no reason to grow."""
-    excess = rise.copy()
-    for kind in np.unique(table.kinds[rise > 0]):
-        peers = table.kinds == kind
-        beyond = rise[peers] - (np.median(rise[peers]) if int(peers.sum()) >= MIN_PEERS else 0.0)
-        excess[peers] = np.where(beyond >= LIMIT_LOG2, beyond, 0.0)
-    return excess

@@ -1,18 +1,18 @@
-"""update_rms: the optimizer moves the parameters further than it ever did, because the learning rate jumped.
+"""update_rms: the optimizer moves the parameters further than ever before, because the learning rate jumped.
 
-A learning rate `JUMP`x above the largest of the run's accepted past (with at least `MIN_POINTS` points of it) and
-3x above the value before it has no precedent in the schedule: a warm-up rises by less than 2x a step after its
-first steps, a warm restart returns to a level already seen. Act when the size of the update follows it (RMS of
-the parameter change, 3x its median); where the update's size is not observed (logs) a jump stays a warning, for a
-schedule may well mean it. An update size that leaves its range alone is a warning too.
+A learning rate `JUMP`x above the largest of the run's accepted past (at least `MIN_POINTS` points) and 3x above the
+value just before it has no precedent in the schedule: a warm-up rises by less than 2x per step after its first steps,
+and a warm restart returns to a level already seen. Act when the size of the update follows (RMS of the parameter
+change, 3x its median). Where the size of the update is not observed (logs) a jump stays a warning, because a schedule
+may well intend it. An update size that leaves its own range without a jump is a warning too.
 
-Without any past: updates that move the parameters by `RATIO_LIMIT` of their own size in each of `RATIO_STEPS` steps
-in a row are an act symptom, in warm-up too. Usual is 1e-3 (a rule of thumb for small nets and large); small GPTs
-that train well reach 0.055 in the first steps, those whose warm-up is too short for their peak rate 0.15 to 0.18.
-The limit is absolute and waits for no baseline, for a bad start is over before there is one. A toy of a few parameters
-under a rate of 0.1 may pass it as well (a 4x4 layer with SGD: 0.09 to 0.14, and 1.3 to 1.6 where its loss explodes).
+One rule needs no past: updates that move the parameters by `RATIO_LIMIT` of their own size in each of `RATIO_STEPS`
+steps in a row are an act symptom, in warm-up too. The usual value is 1e-3 (a rule of thumb for small and large nets).
+Small GPTs that train well reach 0.055 in the first steps; those whose warm-up is too short for their peak rate reach
+0.15 to 0.18. The limit is absolute because a bad start is over before there is a baseline. A toy of a few parameters
+under a rate of 0.1 may exceed it as well (a 4x4 layer with SGD: 0.09 to 0.14, and 1.3 to 1.6 where its loss explodes).
 
-Two more have files of their own: a rate that climbs without a jump (`rate_creep`), and updates that leap although
+Two more rules have files of their own: a rate that climbs without a jump (`rate_creep`), and updates that leap although
 rate and gradient are ordinary (`lost_moments`).
 """
 
@@ -38,11 +38,11 @@ RATIO_LIMIT = 0.1
 RATIO_STEPS = 3
 """Steps in a row."""
 FORGET_AFTER = 200
-"""Points after which the new level, of rate or update, counts as meant."""
+"""Points after which a new level, of rate or update, counts as intended."""
 
 
 class UpdateRmsState(msgspec.Struct):
-    """Learning rates seen, and the jump under way."""
+    """Learning rates seen, and the current jump."""
 
     points: int = 0
     largest: float = 0.0
@@ -55,26 +55,26 @@ class UpdateRmsState(msgspec.Struct):
     num_large: int = 0
     """Points in a row with an update of more than `UPDATE_RATIO`x its median."""
     over_ratio: int = 0
-    """Steps in a row with too large an update for the parameters' size."""
+    """Steps in a row whose update is too large for the size of the parameters."""
     updates: Baseline = msgspec.field(default_factory=Baseline)
     """log update RMS of ordinary steps."""
     has_updates: bool = False
-    """Whether the size of an update was ever observed."""
+    """Whether the size of any update has been observed."""
     creep: CreepState = msgspec.field(default_factory=CreepState)
     moments: MomentsState = msgspec.field(default_factory=MomentsState)
 
 
 class UpdateRms:
-    """Learning rate and update size against their own past."""
+    """Learning rate and update size, compared with their own past."""
 
     name = "update_rms"
 
     def start(self) -> UpdateRmsState:
-        """No past."""
+        """The state before any sample."""
         return UpdateRmsState()
 
     def rolled_back(self, state: UpdateRmsState, step: int) -> UpdateRmsState:
-        """The accepted past stays true; the jump is undone."""
+        """The accepted past stays valid; the jump is undone."""
         state.updates.cut(step)
         rate_creep.cut(state.creep, step)
         lost_moments.cut(state.moments, step)
@@ -168,7 +168,7 @@ class UpdateRms:
 def _slower(
     state: UpdateRmsState, sample: Sample, rate: float | None, moved: float | None
 ) -> tuple[Creep | None, Leap | None]:
-    """What the two rules of their own files make of a step. Both need updates: logs, which have none, cost nothing."""
+    """The verdicts of the two rules with files of their own. Both need updates, so logs, which have none, skip them."""
     state.has_updates = state.has_updates or moved is not None
     if rate is None or not state.has_updates:
         return None, None

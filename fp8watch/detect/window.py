@@ -1,4 +1,4 @@
-"""Questions to the window around an onset, for attribution: yes, no, or not known."""
+"""Questions about the window around an onset, for attribution. The answers are yes, no, or unknown."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fp8watch.detect.base import Symptom
 from fp8watch.detect.context import Context
 
 MOST = 0.9
-"""Share of a kind's tensors that is nearly all of them."""
+"""Share of a kind's tensors that counts as nearly all of them."""
 SPREADS = 5.0
-"""Robust standard deviations of the points before within which a point is ordinary."""
+"""A point is ordinary within this many robust standard deviations of the points before it."""
 
 
 def is_growing(norms: Sequence[float]) -> bool:
-    """Whether the later half lies above the earlier by more than 1.5x, the last third still more."""
+    """Whether the last third is more than 1.5x above the first, with the middle third in between."""
     if len(norms) < 6 or min(norms) <= 0:
         return False
     logs = [math.log(x) for x in norms]
@@ -26,7 +26,7 @@ def is_growing(norms: Sequence[float]) -> bool:
 
 
 def is_everywhere(symptom: Symptom, context: Context) -> bool:
-    """Whether the gradients of (nearly) all layers leapt in the symptom's step: what the loss sends back was so."""
+    """Whether the gradients of (nearly) all layers leapt in the symptom's step: the loss itself sent them back so."""
     seen = context.find("amax_jump", since=symptom.step)
     if seen is None or not str(seen.evidence.get("kind", "")).startswith("grad"):
         return False
@@ -35,7 +35,7 @@ def is_everywhere(symptom: Symptom, context: Context) -> bool:
 
 
 def is_loss_ordinary(symptom: Symptom, context: Context) -> bool | None:
-    """Whether the loss of the symptom's own step lies within the range of those before; None: not known."""
+    """Whether the loss of the symptom's own step is within the range of the losses before it; None: unknown."""
     stride = context.stride()
     before = context.series("loss", symptom.step - 32 * stride, symptom.step - 1)
     at = context.series("loss", symptom.step, symptom.step)
@@ -45,9 +45,9 @@ def is_loss_ordinary(symptom: Symptom, context: Context) -> bool | None:
 
 
 def is_one_micro_batch(symptom: Symptom, context: Context) -> bool:
-    """Whether a step of the symptom had one micro-batch whose loss was out of range while the median of all was not.
+    """Whether, since the onset, one micro-batch had a loss out of range while the median of the step was ordinary.
 
-    With two micro-batches the median is the lower one: one of two counts.
+    Of two micro-batches the median is the lower loss, so one of two counts.
     """
     stride = context.stride()
     before = context.series("loss_micro_median", symptom.onset_step - 32 * stride, symptom.onset_step - 1)

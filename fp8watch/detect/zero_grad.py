@@ -1,11 +1,11 @@
 """zero_grad: a growing share of the gradient's elements is exactly zero.
 
-Gradients that underflow in the backward casts leave weights without an update. The share is held against the run's own
-lowest block of `BLOCK` observations after warm-up: a warning at 2x and above 1 %; "severe" at 3x (Nemotron 3 Super,
-arXiv 2604.12374: three times BF16's share, 7 % of all parameters, at the end of a run in NVFP4; back to the usual
-after a switch to BF16). The lead is of the order of 1e5 steps and the harm is quality, not divergence: never to act.
-Looks at the scalar `zero_grad_ratio`: measured on sampled steps from a sample of the parameters' gradients, or given
-by `watch.record(zero_grad_ratio=...)`. Source: detector default D11, precursor P5.
+Gradients that underflow in the backward casts leave weights without an update. The share is compared with the run's own
+lowest block of `BLOCK` observations since warm-up. Warn at 2x and above 1 %; at 3x the evidence says "severe" (Nemotron
+3 Super, arXiv 2604.12374: three times BF16's share, 7 % of all parameters, at the end of a run in NVFP4; back to the
+usual after a switch to BF16). The lead is of the order of 1e5 steps and the harm is to quality, without divergence, so
+it is never an act symptom. Reads the scalar `zero_grad_ratio`, which the training loop gives as
+`watch.record(zero_grad_ratio=...)`; no source measures it yet. Source: detector default D11, precursor P5.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import msgspec
 from fp8watch.detect.base import Sample, Symptom
 
 BLOCK = 64
-"""Observations a block; their median is what is compared."""
+"""Observations per block; medians of blocks are compared."""
 WARN, SEVERE = 2.0, 3.0
-"""Times the lowest block."""
+"""Factors over the lowest block."""
 LEAST = 0.01
-"""Share below which nothing is said."""
+"""Share below which nothing is reported."""
 REST = 0.005
-"""Share that is believed to be a run's ordinary one, at least."""
+"""Smallest share assumed to be ordinary for a run."""
 
 
 class ZeroGradState(msgspec.Struct):
-    """The newest block, and the lowest median of one so far."""
+    """The newest block, and the lowest median of a block so far."""
 
     newest: list[float] = []
     points: int = 0
@@ -37,20 +37,20 @@ class ZeroGradState(msgspec.Struct):
 
 
 class ZeroGrad:
-    """Share of zero gradient elements against the run's own lowest."""
+    """Share of zero gradient elements, compared with the run's own lowest."""
 
     name = "zero_grad"
 
     def start(self) -> ZeroGradState:
-        """Nothing seen."""
+        """The state before any sample."""
         return ZeroGradState()
 
     def rolled_back(self, state: ZeroGradState, step: int) -> ZeroGradState:
-        """The block under way is undone; the lowest stays."""
+        """The current block is undone; the lowest stays."""
         return ZeroGradState(lowest=state.lowest)
 
     def update(self, state: ZeroGradState, sample: Sample) -> tuple[ZeroGradState, list[Symptom]]:
-        """Look at one step that has a share; others pass."""
+        """Look at one step; steps without a share are ignored."""
         ratio = sample.scalars.get("zero_grad_ratio")
         if ratio is None or not math.isfinite(ratio) or sample.is_quiet:
             return state, []

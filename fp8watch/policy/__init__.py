@@ -1,4 +1,4 @@
-"""What may be done about a finding, by whose leave and how often: schema, ladder, budgets, and the pure decision.
+"""What may be done about a finding, with whose permission and how often: schema, ladder, budgets, the pure decision.
 
 `fp8watch.policy.load.load` reads a file; `decide` is a pure function of policy, state and view.
 """

@@ -1,4 +1,5 @@
-"""How much has been done and how much may still be. Counted when applied; a refused or failed action costs nothing."""
+"""How many actions have been taken and how many may still be. Only applied actions count, not refused or failed
+ones."""
 
 from __future__ import annotations
 
@@ -10,22 +11,22 @@ from fp8watch.policy.schema import Budgets
 DAY_SECONDS = 86_400.0
 WINDOW_STEPS = 1000
 FREE = frozenset({"halt", "skip_update", "checkpoint_now", "checkpoint_cadence"})
-"""A stop is what is left when budgets are spent, a skipped update is bounded by its own rung, and saving a checkpoint
-changes no number of the run."""
+"""Actions that cost nothing: halting is what remains when budgets are spent, skipped updates are bounded by their own
+rung, and saving a checkpoint changes no number of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What has been applied so far."""
+    """The actions applied so far."""
 
     actions: tuple[int, ...] = ()
-    """`seen` of each action within the window."""
+    """`View.seen` at each action within the window."""
     rollbacks: tuple[float, ...] = ()
-    """Unix time of each rollback of the last day."""
+    """Unix time of each rollback of the last 24 hours."""
     per_checkpoint: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, action: str, *, seen: int, time_unix: float, checkpoint: str | None = None) -> Spent:
-        """With one more action."""
+        """The same with one more action."""
         if action in FREE:
             return self
         actions = (*(at for at in self.actions if at > seen - WINDOW_STEPS), seen)
@@ -39,7 +40,7 @@ class Spent:
 
 
 def refusal(budgets: Budgets, spent: Spent, action: str, *, seen: int, time_unix: float) -> str | None:
-    """Why the budgets do not allow this action now; None: they do."""
+    """Why the budgets do not allow this action now; None: they allow it."""
     if action in FREE:
         return None
     actions = sum(at > seen - WINDOW_STEPS for at in spent.actions)

@@ -1,16 +1,16 @@
 """The decision: a pure function of policy, state and view.
 
-One action at a time for a whole run: while one is on its way or settling nothing else is begun, because two
-effects could not be told apart. At the end of the window the outcome is judged; without effect the rung is undone
-(unless the next one builds on it) and the next is taken. What begins inside the window of an action of ours (the
-bump after a switch to BF16) is that action's until the window ends. Non-finite parameters do not wait.
+A run takes one action at a time: while one is on its way or settling nothing else is begun, because two effects could
+not be told apart. At the end of the settling window the outcome is judged. Without effect the rung is undone (unless
+the next one builds on it) and the next rung is taken. Trouble that begins inside the window of one of our actions (the
+bump after a switch to BF16) belongs to that action until the window ends. Non-finite parameters do not wait.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8watch.policy.fill import NotNow, fill
+from fp8watch.policy.fill import NotNow, Params, fill
 from fp8watch.policy.match import first_match, passed_over
 from fp8watch.policy.outcome import INSURANCE, is_covered, why_not_recovered
 from fp8watch.policy.preconditions import why_quiet
@@ -20,19 +20,20 @@ from fp8watch.policy.schema import Policy, Rule, lower_mode
 from fp8watch.policy.state import Decision, PolicyState, Track
 from fp8watch.policy.turn import Turn, join
 from fp8watch.policy.view import Trouble, View
+from fp8watch.records import Mode
 
 ACTIVE_STEPS = 2
-"""A trouble not seen for longer is not acted on."""
+"""A trouble that was not seen for longer than this is not acted on."""
 AFTERMATH_STEPS = 5
-"""What began inside a settling window must outlive it by so many steps before it is a trouble of its own."""
+"""A trouble that began inside a settling window must outlive the window by this many steps to count as its own."""
 CLIP_STEPS = 300
-"""A clip limit has to be in force for so many steps before its share of clipped ones means anything."""
+"""A clip limit has to be in force for this many steps before the share of clipped steps means anything."""
 BUILDS_ON = frozenset({"rollback", "bf16_all", "halt"})
-"""Before these the rung before is not undone: a rollback carries along what is in force."""
+"""Before these actions the previous rung is not undone: a rollback, for one, keeps what is in force."""
 
 
 def decide(policy: Policy, state: PolicyState, view: View) -> tuple[PolicyState, list[Decision]]:
-    """The next state and what is to be done and written down now."""
+    """The next state, and what is to be done and recorded now."""
     turn = _Turn(policy, state, view)
     turn.undo_leftovers()
     turn.judge()
@@ -45,7 +46,7 @@ def decide(policy: Policy, state: PolicyState, view: View) -> tuple[PolicyState,
 
 
 class _Turn(Turn):
-    """The order in which a turn goes."""
+    """The stages of one decision, in the order in which `decide` calls them."""
 
     # Outcomes
 
@@ -80,7 +81,7 @@ class _Turn(Turn):
         return f"not seen in the last {rung.verify.quiet_share:.0%} of the settling window{told}"
 
     def _with_damage(self, track: Track, rule: Rule | None) -> Track:
-        """Helped, but the loss is hurt and the next rung is there to mend it: it is due."""
+        """Helped, but the loss is still damaged and the next rung is there to repair it: that rung is due."""
         following = rule.ladder[track.rung + 1] if rule and track.rung + 1 < len(rule.ladder) else None
         if following is None or following.if_loss_above is None:
             return track
@@ -100,7 +101,7 @@ class _Turn(Turn):
         keeps = (following is not None and following.action in BUILDS_ON) or not (
             rung is None or rung.undo_without_effect
         )
-        if held is not None and not keeps and self.is_busy:  # another command is on its way: undone after it
+        if held is not None and not keeps and self.is_busy:  # another command is on its way: undo it after that
             self.state = replace(self.state, leftovers=(*self.state.leftovers, held))
         elif held is not None and not keeps:
             self._revert(held, held.layers, "no effect")
@@ -129,7 +130,7 @@ class _Turn(Turn):
                 self._approved(track, rule, rung, why, by or "a person")
 
     def _approved(self, track: Track, rule: Rule, rung: Rung, why: str, by: str) -> None:
-        """Do it, if its moment has not passed: what was possible when it was asked for may not be any more."""
+        """Do it, unless the moment has passed: what was possible when the person was asked may not be any more."""
         spent = self._refusal(rung)
         if spent is not None and self.policy.budgets.when_spent == "observe":
             self._close(track, "refused", spent)
@@ -153,7 +154,7 @@ class _Turn(Turn):
             self.state = replace(self.state, in_force=kept)
 
     def undo_stalls(self) -> None:
-        """A clip limit of ours that fires all the time slows the run and cures nothing."""
+        """A clip limit of ours that fires all the time slows the run and cures nothing: undo it."""
         rate = self.view.clip_rate
         for held in self.state.in_force:
             limit = held.undo_above_clip_rate
@@ -239,7 +240,7 @@ class _Turn(Turn):
         )
 
     def _is_aftermath(self, trouble: Trouble, track: Track) -> bool:
-        """Began in the window of an action of ours and has not outlived it."""
+        """Whether a trouble began in the window of one of our actions and has not outlived it."""
         if track.is_due:
             return False
         found_seen = self.view.seen - max(0, self.view.step - trouble.first_step)
@@ -251,28 +252,18 @@ class _Turn(Turn):
         )
 
     def _climb(self, rule: Rule, trouble: Trouble, track: Track) -> None:
+        """Take the first rung that can be taken, starting where the track stands."""
         mode = lower_mode(self.policy.mode, rule.mode)
         while track.rung < len(rule.ladder):
             rung = rule.ladder[track.rung]
-            if (
-                rung.action == "skip_update"
-                and mode == "auto"
-                and self.view.num_skipped == 0
-                and not (self.view.is_nonfinite_now or self.view.params_nonfinite)
-            ):
-                # Not finite somewhere harmless (an amax), or over by now: there is no update to skip.
+            if mode == "auto" and rung.action == "skip_update" and self._has_nothing_to_skip():
                 break
             try:
-                if rung.action == "skip_update" and mode == "approve":
-                    raise NotNow("a standing rule of the ranks cannot wait for a person")
-                params, how = fill(self.policy, self.state, self.view, rung, trouble)
+                params, how = self._fill(rung, trouble, mode)
             except NotNow as error:
-                if mode == "observe" and rung.action == "skip_update":
-                    params, how = {}, "would be left out by the ranks' standing rule"
-                else:
-                    self._record(track, "unavailable", str(error), self._new_id(), rung.action)
-                    track = replace(track, rung=track.rung + 1, is_due=True)
-                    continue
+                self._record(track, "unavailable", str(error), self._new_id(), rung.action)
+                track = replace(track, rung=track.rung + 1, is_due=True)
+                continue
             track = replace(track, params=params, action=rung.action, decided_seen=self.view.seen)
             if mode == "observe" or self.view.disarmed:
                 self._announce("propose", track, rung, join(track.why, how, self.view.disarmed), "observe")
@@ -284,11 +275,11 @@ class _Turn(Turn):
                 mode, how = "approve", join(how, spent)
             elif spent is not None:
                 self._record(track, "refused", spent, self._new_id(), rung.action)
-                if when_spent == "halt" and rung.action != "rollback" and self._halt(track, rule, trouble, spent):
-                    return
                 if rung.action == "rollback":
                     track = replace(track, rung=track.rung + 1, is_due=True)
                     continue
+                if when_spent == "halt" and self._halt(track, rule, trouble, spent):
+                    return
                 track = replace(track, phase="done", is_final=True)
                 break
             if mode == "approve":
@@ -307,8 +298,23 @@ class _Turn(Turn):
             track = replace(track, phase="done", is_final=True)
         self.state = self.state.with_track(track)
 
+    def _has_nothing_to_skip(self) -> bool:
+        """Not finite somewhere harmless (an amax), or already over: there is no update to skip."""
+        return self.view.num_skipped == 0 and not (self.view.is_nonfinite_now or self.view.params_nonfinite)
+
+    def _fill(self, rung: Rung, trouble: Trouble, mode: Mode) -> tuple[Params, str]:
+        """`fill`, with the exceptions of `skip_update`, which the ranks carry out by themselves. Raises `NotNow`."""
+        if rung.action == "skip_update" and mode == "approve":
+            raise NotNow("a standing rule of the ranks cannot wait for a person")
+        try:
+            return fill(self.policy, self.state, self.view, rung, trouble)
+        except NotNow:
+            if rung.action == "skip_update" and mode == "observe":
+                return {}, "would be left out by the ranks' standing rule"
+            raise
+
     def _halt(self, track: Track, rule: Rule, trouble: Trouble, why: str) -> bool:
-        """The policy's last word when its budget is spent; False: this run cannot be halted now."""
+        """Halt the run because its budget is spent; False: this run cannot be halted now."""
         rung = Halt(action="halt")
         try:
             params, _ = fill(self.policy, self.state, self.view, rung, trouble)

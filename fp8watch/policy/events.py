@@ -1,4 +1,4 @@
-"""What commands came to, told to the policy's state: applied, failed, undone."""
+"""Results of commands, entered into the policy's state: applied, failed, expired, reverted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> P
         return state
     checkpoint = track.params.get("checkpoint")
     spent = state.spent.after(track.action, seen=view.seen, time_unix=view.time_unix, checkpoint=checkpoint)
-    # A rollback is judged when the replay has come past the onset, not while it walks through known good steps.
+    # A rollback is judged once the replay has passed the onset, not while it repeats known good steps.
     replay = max(0, int(track.params["onset_step"]) - int(track.params["checkpoint_step"])) if checkpoint else 0
     settled = replace(
         track,
@@ -60,7 +60,8 @@ def _until(rung: Rung, view: View, track: Track) -> int | None:
 
 
 def _end(track: Track, view: View) -> int | None:
-    """Warm-up remedies end by themselves: after their steps, or where stretched and own schedule meet."""
+    """`seen` at which a warm-up remedy ends by itself: after its steps, or where the stretched schedule meets its
+    own."""
     params: Any = track.params
     if track.action == "rewarm":
         return view.seen + int(params["steps"])
@@ -70,9 +71,9 @@ def _end(track: Track, view: View) -> int | None:
 
 
 def failed(policy: Policy, state: PolicyState, action_id: str, why: str, *, was_applied: bool = False) -> PolicyState:
-    """It was not applied, or reading back showed that it is not in force: the next rung, at once.
+    """The action was not applied, or was not in force when read back: take the next rung at once.
 
-    What was applied and then not found in force is undone first: silently ignored settings may wake up later.
+    An action that was applied and then not found in force is undone first: ignored settings may take effect later.
     """
     track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
     if track is None:
@@ -86,7 +87,7 @@ def failed(policy: Policy, state: PolicyState, action_id: str, why: str, *, was_
 
 
 def expired(state: PolicyState, action_id: str) -> PolicyState:
-    """No rank had it in time: the same rung may be tried again if the trouble is still there."""
+    """No rank had the command in time: the same rung may be tried again if the trouble is still there."""
     track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
     if track is None:
         return state
@@ -94,7 +95,7 @@ def expired(state: PolicyState, action_id: str) -> PolicyState:
 
 
 def reverted(state: PolicyState, view: View, action_id: str, *, ok: bool) -> PolicyState:
-    """An undoing is through (or failed: then it is not tried again)."""
+    """An undoing is complete (or failed, and is then not tried again)."""
     held = next((item for item in state.in_force if item.action_id == action_id), None)
     track = next((item for item in state.tracks if item.action_id == action_id), None)
     if held is None:
@@ -111,13 +112,13 @@ def reverted(state: PolicyState, view: View, action_id: str, *, ok: bool) -> Pol
         return state
     if track.phase == "undoing":
         return state.with_track(replace(track, phase="open"))
-    # A trial return: what comes back from here on is held longer the next time.
+    # A trial return: if the trouble comes back, the next hold is longer.
     times = track.hold_times * held.hold_growth
     return state.with_track(replace(track, hold_times=times, resolved_seen=view.seen))
 
 
 def rolled_back(state: PolicyState) -> PolicyState:
-    """The timeline has changed: other troubles of the old one are over, what is in force stays."""
+    """The timeline has changed: troubles of the old one are over, actions in force stay."""
     tracks = tuple(
         track if track.phase in {"sent", "settling", "done"} and track.action == "rollback"
         else replace(track, phase="done", is_due=False)

@@ -1,4 +1,4 @@
-"""From a rung and a trouble to the parameters of a command, or the reason why it cannot be done here and now."""
+"""From a rung and a trouble to the parameters of a command, or the reason why the rung cannot be taken now."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from fp8watch.vocabulary import MAX_SKIP_BATCHES
 
 Params = dict[str, Any]
 RECENT_STEPS = 64
-"""Troubles that began so recently count as the same event when a rollback's onset is chosen."""
+"""Troubles this recent count as the same event when the onset of a rollback is chosen."""
 
 
 class NotNow(Exception):
-    """This rung cannot be taken, with the reason."""
+    """This rung cannot be taken now; the message is the reason."""
 
 
 def fill(policy: Policy, state: PolicyState, view: View, rung: Rung, trouble: Trouble) -> tuple[Params, str]:
-    """The command's parameters and a sentence on how they came about. Raises `NotNow`."""
+    """The command's parameters, and a sentence on how they were chosen. Raises `NotNow`."""
     if (why := view.unavailable.get(rung.action)) is not None:
         raise NotNow(f"not available in this run: {why}")
     if (why := unmet(rung.requires, view, trouble)) is not None:
@@ -59,14 +59,14 @@ def fill(policy: Policy, state: PolicyState, view: View, rung: Rung, trouble: Tr
 
 
 def _tensors(view: View, rung: Rung, trouble: Trouble) -> list[str]:
-    """Tensors concerned: those named, all of the layers named, or all of the run, by the rung's scope."""
+    """The tensors to act on, by the rung's scope: those named, all of the layers named, or all of the run."""
     scope = rung.scope or rung.scopes[0]
     if scope == "run":
         return list(view.tensors)
     of_layers = [name for name in view.tensors if name.rpartition(":")[0] in set(trouble.layers)]
     named = list(trouble.tensors)
     if rung.action == "repair_scale":
-        # Mending a scale that is right changes nothing: all that look wrong now are mended at once.
+        # Repairing a correct scale changes nothing, so all scales that look wrong now are repaired at once.
         others = [item for item in view.troubles if item.detector in PRECISION and view.age(item) <= 1]
         named = list(dict.fromkeys([*named, *(name for item in others for name in item.tensors)]))
     covered = {name.rpartition(":")[0] for name in named}
@@ -125,7 +125,7 @@ def _hold_lr(state: PolicyState, view: View, rung: Rung, trouble: Trouble) -> tu
     before, now = levels
     if now <= before * 1.25:
         return {"factor": 0.5}, f"LR has not jumped ({before:.3g} before the onset, {now:.3g} now): halved"
-    # The ceiling keeps the level whatever the schedule does next; the factor is what it amounts to now.
+    # `to_lr` keeps the level whatever the schedule does next; a factor would only fit the schedule of this step.
     return {"to_lr": before}, f"LR back from {now:.3g} to {before:.3g}, its level before onset {trouble.onset_step}"
 
 
@@ -206,7 +206,7 @@ def _rollback(policy: Policy, state: PolicyState, view: View, rung: Rollback, tr
 
 
 def earliest_onset(state: PolicyState, view: View, trouble: Trouble) -> int:
-    """The first step that may be damaged: the earliest onset of what is wrong now or was a short while ago."""
+    """The first step that may be damaged: the earliest onset of all act troubles that are recent."""
     onsets = [trouble.onset_step]
     onsets += [item.onset_step for item in view.troubles if item.severity == "act" and view.age(item) <= RECENT_STEPS]
     onsets += [

@@ -1,8 +1,8 @@
-"""Whether a precision action has anything to gain, as far as closer looks have shown.
+"""Whether a precision action has anything to gain, according to what-if figures and probes.
 
-Only what was measured since the trouble began counts, and only where it is known of every tensor concerned: without
-it nothing is held back. A look that shows no gain is no proof that precision is not to blame (the next step may
-differ), but reason enough to take the next rung first.
+Only measurements since the trouble began count, and only when there is one for every tensor concerned: without them no
+action is held back. A measurement that shows no gain does not prove that precision is not the cause (the next step may
+differ), but it is reason enough to take the next rung first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fp8watch.what_if import Comparison
 
 
 def judge(rung: Rung, view: View, trouble: Trouble) -> tuple[str | None, str]:
-    """`(why not, remark)`: a reason to pass the rung over, or None and what speaks for it (empty: nothing known)."""
+    """`(why not, remark)`: why to pass the rung over, or None and what speaks for it (empty: nothing is known)."""
     if not isinstance(rung, RaiseMargin | Bf16Layers) or not rung.if_what_if_helps or not trouble.tensors:
         return None, ""
     known = {name: view.what_if[name] for name in trouble.tensors if name in view.what_if}

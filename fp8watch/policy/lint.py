@@ -1,7 +1,7 @@
-"""What is wrong with a policy that is valid: it says something that can never come about, or works against itself.
+"""What is wrong with a policy that is valid: rules that can never take effect, or that work against each other.
 
-`fp8watch policy check` refuses such a file. A run that is given one starts all the same and does what is left of it:
-it must not fail to start over a rule that never fires.
+`fp8watch policy check` refuses such a file. A run that is given one starts anyway and does what is left of it: it must
+not fail to start over a rule that never fires.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fp8watch.policy.schema import Policy, Rule, When
 
 Location = tuple[str | int, ...]
 Fault = tuple[Location, str]
-"""Where in the file, and why."""
+"""Place in the file, and reason."""
 
 WHOLE_RUN = frozenset({"loss_spike", "divergence", "stuck", "update_rms", "clip_rate", "no_progress", "blind"})
-"""Detectors whose findings name no tensor and no layer."""
+"""Detectors whose findings name neither tensor nor layer."""
 
 
 def faults(policy: Policy) -> list[Fault]:
-    """All of them, in the order of the file."""
+    """All faults, in the order of the file."""
     found = [*_budgets(policy)]
     for number, rule in enumerate(policy.rules):
         at: Location = ("rules", number)
@@ -82,7 +82,7 @@ def _shadowed(policy: Policy, number: int) -> Iterator[Fault]:
 
 
 def _covers(wide: When, narrow: When) -> bool:
-    """Whether everything that `narrow` takes is taken by `wide`."""
+    """Whether `wide` matches everything that `narrow` matches."""
     conditions = (
         set(narrow.detector) <= set(wide.detector),
         wide.severity == "warn" or narrow.severity == "act",
@@ -145,7 +145,7 @@ def _impossible(policy: Policy, rule: Rule, rung: Rung) -> str | None:
 
 
 def _undone(policy: Policy, number: int) -> Iterator[Fault]:
-    """Rules that pull the same thing in two directions, for troubles that can be there together."""
+    """Rules that pull the same thing in two directions, for troubles that can occur together."""
     rule = policy.rules[number]
     for index, rung in enumerate(rule.ladder):
         for other in policy.rules[: number + 1]:
@@ -162,7 +162,7 @@ def _undone(policy: Policy, number: int) -> Iterator[Fault]:
 
 
 def _may_meet(first: Rule, second: Rule) -> bool:
-    """Whether the same trouble may be answered by both, one now and one later."""
+    """Whether both rules may answer the same trouble, one now and one later."""
     causes = (
         first.when.cause is None or second.when.cause is None or bool(set(first.when.cause) & set(second.when.cause))
     )
@@ -175,7 +175,7 @@ def _opposes(first: Rung, second: Rung) -> bool:
 
 
 def _direction(rung: Rung) -> tuple[str, float] | None:
-    """What a rung moves, and which way (the sign)."""
+    """What a rung changes, and in which direction (the sign)."""
     if isinstance(rung, AdjustLossScale):
         return "loss scale", rung.factor - 1.0
     if isinstance(rung, RaiseMargin):

@@ -1,4 +1,5 @@
-"""Reading a policy: a file, a shipped policy's name, or the text itself; every error with file, line, field, reason."""
+"""Reading a policy: a file, a shipped policy's name, or the text itself; each error has file, line, field and
+reason."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fp8watch.policy.schema import Policy
 from fp8watch.records import DETECTORS
 
 SCHEMA_ID = "urn:fp8watch:policy:1"
-"""Carries the file's `version`: a schema that refuses what this one accepts gets another number."""
+"""Contains the file's `version`: a schema that refuses what this one accepts gets another number."""
 
 
 def shipped() -> list[str]:
@@ -26,16 +27,16 @@ def shipped() -> list[str]:
 
 
 def load(source: str | Path | None) -> Policy:
-    """The policy in a file, of a shipped name, or in a text of several lines; None: observe.
+    """The policy in a file, of a shipped name, or in a text of several lines; None: `observe`.
 
-    Raises `BadInput` with all problems as `file:line: field: reason`.
+    Raises `BadInput` with every problem as `file:line: field: reason`.
     """
     text, name = read(source)
     return parse(text, name)
 
 
 def read(source: str | Path | None) -> tuple[str, str]:
-    """The policy's text and what to call it in messages. Raises `BadInput` when there is none."""
+    """The policy's text and its name for messages. Raises `BadInput` when there is none."""
     if source is None:
         source = "observe"
     if isinstance(source, str):
@@ -48,8 +49,8 @@ def read(source: str | Path | None) -> tuple[str, str]:
     path = Path(source)
     try:
         with path.open("rb") as handle:
-            data = handle.read(yaml_text.MAX_POLICY_BYTES + 1)  # of more it is refused anyway
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            data = handle.read(yaml_text.MAX_POLICY_BYTES + 1)  # one byte more, so that a longer file is refused
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have, such as one with a NUL
         names = ", ".join(shipped())
         reason = getattr(error, "strerror", None) or error
         shown = str(path).replace("\0", "\\0")
@@ -64,12 +65,13 @@ def read(source: str | Path | None) -> tuple[str, str]:
 
 
 def parse(text: str, name: str = "<policy>") -> Policy:
-    """The policy in a YAML text. Raises `BadInput`. Whether it can work is not asked (`check` does)."""
+    """The policy in a YAML text. Raises `BadInput`. Does not check whether it can work (`check` does)."""
     return _validated(text, name)[0]
 
 
 def check(source: str | Path | None) -> Policy:
-    """The policy, if it is valid and can work. Raises `BadInput` with all that is wrong or can never take effect."""
+    """The policy, if it is valid and can work. Raises `BadInput` with everything that is wrong or can never take
+    effect."""
     text, name = read(source)
     policy, document = _validated(text, name)
     faults = [(wording.line_of(document, at), wording.field_of(document, at), why) for at, why in lint.faults(policy)]
@@ -92,7 +94,7 @@ def _validated(text: str, name: str) -> tuple[Policy, Any]:
 
 
 def json_schema() -> str:
-    """JSON Schema of the policy file, for editors; the file `policy.schema.json` beside this module holds the same."""
+    """JSON Schema of the policy file, for editors; `policy.schema.json` beside this module has the same content."""
     schema = Policy.model_json_schema()
     for model, detectors in (("When", "detector"), ("Quiet", "still_acts_on")):
         properties = schema["$defs"][model]["properties"]
@@ -104,7 +106,7 @@ def json_schema() -> str:
 
 
 def _one_or_many(field: dict[str, Any]) -> None:
-    """`x` and `[x]` mean the same in conditions; pydantic knows the list only."""
+    """Accept `x` as well as `[x]` in conditions, as `_as_tuple` does; pydantic's schema knows the list only."""
     if field.get("type") == "array":
         items = {name: field.pop(name) for name in list(field) if name in {"type", "items", "minItems", "maxItems"}}
         field["anyOf"] = [items["items"], items]
@@ -115,7 +117,7 @@ def _one_or_many(field: dict[str, Any]) -> None:
 
 
 def _places() -> dict[str, list[str]]:
-    """Every key that a policy may have, with the parts that have it: actions by their name."""
+    """Every key that a policy may have -> the parts that have it; actions by their name."""
     schema = Policy.model_json_schema()
     names = {"Budgets": "budgets", "Approval": "approval", "Quiet": "quiet", "When": "when", "Rule": "a rule",
              "Requires": "requires", "Verify": "verify", "Change": "changes of a rollback"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which rule has a trouble: the first whose conditions all hold; and why the others do not have it."""
+"""Which rule matches a trouble: the first whose conditions all hold; and why the others do not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fp8watch.policy.schema import Policy, Rule, When
 from fp8watch.policy.view import Trouble, View
 
 MAX_REASONS = 8
-"""Rules that are named when it is written down why none of them, or not an earlier one, has a trouble."""
+"""At most this many rules are named when it is recorded why none of them, or no earlier one, matches a trouble."""
 
 
 def first_match(policy: Policy, trouble: Trouble, view: View) -> tuple[int, Rule] | None:
-    """Position and rule, or None: no rule speaks of it."""
+    """Position and rule, or None: no rule matches."""
     for position, rule in enumerate(policy.rules):
         if matches(rule.when, trouble, view):
             return position, rule
@@ -25,7 +25,7 @@ def matches(when: When, trouble: Trouble, view: View) -> bool:
 
 
 def why_not(when: When, trouble: Trouble, view: View) -> str | None:
-    """The first condition that does not hold, in words that stay the same from step to step; None: all hold."""
+    """The first condition that does not hold, in words that do not change from step to step; None: all hold."""
     if trouble.detector not in when.detector:
         return f"not for {trouble.detector}"
     if when.severity == "act" and trouble.severity != "act":
@@ -59,7 +59,7 @@ def scope_of(trouble: Trouble) -> str:
 
 
 def passed_over(policy: Policy, trouble: Trouble, view: View, until: int | None = None) -> str:
-    """Why the rules (those before position `until`) that name the trouble's detector do not have it; "" for none."""
+    """Why the rules (those before position `until`) that name the trouble's detector do not match; "" for none."""
     reasons = [
         f"{rule.name}: {why}"
         for rule in policy.rules[:until]

@@ -1,4 +1,4 @@
-"""Whether an action has helped, judged at the end of its settling window, and what it covers while in force."""
+"""Whether an action helped, judged at the end of its settling window, and which troubles it covers while in force."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from fp8watch.policy.state import PolicyState, Track
 from fp8watch.policy.view import Trouble, View
 
 HARM = frozenset({"loss_spike", "divergence", "nonfinite", "update_rms", "stuck"})
-"""What clipping shall prevent. The norm before clipping goes on spiking, so its own detector cannot judge it."""
+"""What clipping is meant to prevent. The norm before clipping keeps spiking, so its own detector cannot judge it."""
 PRECISION = frozenset({"scale_frozen", "saturation", "underflow", "amax_jump", "amax_drift", "crest", "shadow_error"})
-"""Detectors that speak of FP8 tensors: moot for a module that runs in BF16."""
+"""Detectors of FP8 tensors: irrelevant for a module that runs in BF16."""
 
 
 INSURANCE = frozenset({"checkpoint_now", "checkpoint_cadence"})
-"""They mend nothing and are not judged by the trouble: in force is all they have to be."""
+"""Actions that repair nothing and are not judged by the trouble: they only have to be in force."""
 
 
 def why_not_recovered(policy: Policy, view: View, track: Track, rung: Rung | None) -> str | None:
-    """None: no act trouble of the same rule and layers was seen in the last share of the window (its second half,
-    unless the rung says otherwise), and the loss is back where the rung wants it. Else what speaks against it."""
+    """Why the run has not recovered; None: it has.
+
+    It has when no act trouble of the same rule and layers was seen in the last share of the window (its second half,
+    unless the rung says otherwise) and the loss is back where the rung wants it.
+    """
     if track.action in INSURANCE:
         return None
     verify = rung.verify if rung is not None else Verify()
@@ -47,12 +50,13 @@ def _same_rule(policy: Policy, view: View, track: Track, trouble: Trouble) -> bo
 
 
 def overlaps(first: Trouble, second: Trouble) -> bool:
-    """Whether they concern the same place; a trouble without layers concerns the whole run."""
+    """Whether two troubles concern the same place; one without layers concerns the whole run."""
     return not first.layers or not second.layers or bool(set(first.layers) & set(second.layers))
 
 
 def is_covered(state: PolicyState, trouble: Trouble) -> bool:
-    """Whether something in force already answers it: clipping the spikes, BF16 whatever FP8 tensors do."""
+    """Whether an action in force already answers the trouble: clipping answers spikes, BF16 any trouble of FP8
+    tensors."""
     if trouble.detector == "grad_spike" and any(item.action == "tighten_clip" for item in state.in_force):
         return True
     if trouble.detector not in PRECISION:

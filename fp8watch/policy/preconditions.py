@@ -1,4 +1,4 @@
-"""What holds an action back besides the action's own limits: a rung's `requires`, and the policy's quiet times."""
+"""What holds an action back besides its own limits: a rung's `requires`, and the policy's quiet times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fp8watch.policy.view import Trouble, View
 
 
 def why_quiet(quiet: Quiet, view: View, trouble: Trouble) -> str | None:
-    """Which quiet time it is for this trouble, in words that stay the same from step to step; None: it is none."""
+    """Which quiet time holds for this trouble, in words that do not change from step to step; None: none."""
     if trouble.detector in quiet.still_acts_on:
         return None
     if quiet.in_warmup and _in_warmup(view):

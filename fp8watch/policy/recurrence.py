@@ -1,7 +1,7 @@
-"""When a trouble comes back, its ladder goes on where it stood, and is not begun again.
+"""When a trouble comes back, its ladder continues where it stood instead of starting again.
 
-The same step going wrong again after a rollback means that the replay changed nothing that matters: the next
-rung, never the same recovery twice.
+If the same step goes wrong again after a rollback, the replay changed nothing that matters. The next rung is taken
+then, never the same recovery twice.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from fp8watch.policy.state import PolicyState, Track
 from fp8watch.policy.view import Trouble, View
 
 MEMORY_STEPS = 200
-"""Steps after an outcome in which the same trouble counts as come back."""
+"""Steps after an outcome in which the same trouble counts as having come back."""
 SAME_STEP = 2
-"""Onsets so near to each other, before and after a rollback, are the same step."""
+"""Two onsets within this many steps of each other, before and after a rollback, are the same step."""
 
 
 def new_track(state: PolicyState, view: View, rule: Rule, trouble: Trouble) -> tuple[Track, Track | None]:
-    """The track of a new trouble, and the earlier track that it proves to have had no effect, if it is still judged."""
+    """The track of a new trouble, and the earlier track whose action it proves to have had no effect, if still open."""
     fresh = Track(trouble=trouble, rule=rule.name, attempt=view.attempt)
     for earlier in reversed(state.tracks):
         if earlier.rule != rule.name or earlier.trouble.detector != trouble.detector or not earlier.action_id:
@@ -41,13 +41,13 @@ def new_track(state: PolicyState, view: View, rule: Rule, trouble: Trouble) -> t
 
 def _after(fresh: Track, earlier: Track, why: str) -> Track:
     if earlier.hold_times > 1:
-        # A trial return failed: the same rung again, held twice as long.
+        # A trial return failed: the same rung again, held longer.
         return replace(fresh, rung=earlier.rung, hold_times=earlier.hold_times, why=f"{why}, and was given back")
     return replace(fresh, rung=earlier.rung + 1, why=why)
 
 
 def taken_up_again(track: Track, rule: Rule, view: View) -> Track:
-    """The track of a known trouble: open again when it is seen anew after its action was said to have helped."""
+    """The track of a known trouble: open again when it is seen after its action was judged to have helped."""
     if track.phase != "done" or track.is_final or not track.helped:
         return track
     if track.trouble.last_seen_step < view.step or view.seen <= track.resolved_seen:
@@ -58,7 +58,7 @@ def taken_up_again(track: Track, rule: Rule, view: View) -> Track:
 
 
 def grown_serious(track: Track, before: Rule | None, rule: Rule, view: View) -> Track:
-    """The track of a warning that has become a case to act: it begins on the ladder of the rule for such cases."""
+    """The track of a warning that has become a case to act: it starts on the ladder of the rule for such cases."""
     is_warning = before is not None and before.name != rule.name and before.when.severity == "warn"
     if not is_warning or track.trouble.severity != "act" or track.phase not in {"open", "done"}:
         return track

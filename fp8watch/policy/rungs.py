@@ -1,7 +1,7 @@
-"""One model an action: which parameters a rung of the ladder may carry, their units, bounds and defaults.
+"""One model per action: which parameters a rung of the ladder may have, their units, bounds and defaults.
 
-A rung is what the policy file says. What is sent to the ranks is made from it and from the evidence by
-`fp8watch.controller.commands`; the keys of the two agree where both have them.
+A rung is what the policy file says. `fp8watch.policy.fill` makes the parameters that are sent to the ranks from it and
+from the evidence; where both have a key it means the same.
 Zero and absent differ: an absent `hold_steps` means "for good", `hold_steps: 0` means "return at once".
 """
 
@@ -27,18 +27,19 @@ class Strict(BaseModel):
 
 
 class Requires(Strict):
-    """Preconditions of a rung beside those of the action itself; all given ones must hold, else the next rung."""
+    """Preconditions of a rung, besides those of the action itself. All given ones must hold, else the next rung is
+    taken."""
 
     in_warmup: bool | None = None
-    """Whether the schedule's warm-up is under way (where it is unknown, `true` never holds)."""
+    """Whether the schedule's warm-up is under way (`true` never holds where that is unknown)."""
     from_step: Steps | None = None
     """Not before this optimizer step."""
     max_layers: Count | None = None
-    """At most so many layers are concerned: more is no local fault."""
+    """At most this many layers are affected: more is not a local fault."""
     good_checkpoint: bool | None = None
     """Whether a checkpoint from before the onset is known to be good."""
     loss_above: Annotated[float, Field(ge=0.0)] | None = None
-    """The loss (median of 5 steps) lies more than this share above its level before the onset."""
+    """The loss (median of 5 steps) is more than this share above its level before the onset."""
 
 
 class Verify(Strict):
@@ -47,34 +48,34 @@ class Verify(Strict):
     quiet_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """The trouble was not seen in this last share of the window: 0.5 is its second half."""
     loss_within: Annotated[float, Field(ge=0.0)] | None = None
-    """Besides, the loss lies at most this share above its level before the onset."""
+    """In addition, the loss is at most this share above its level before the onset."""
 
 
 class Rung(Strict):
-    """What every rung has."""
+    """Fields of every rung."""
 
     revertible: ClassVar[bool] = False
     """Whether the ranks can undo it."""
     scopes: ClassVar[tuple[Scope, ...]] = ("run",)
     command_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the rung that go into the command as they are (absent ones stay absent)."""
+    """Fields of the rung that are sent in the command unchanged (absent ones stay absent)."""
 
     action: str
     scope: Scope | None = None
-    """What it is applied to; absent: the action's own default (its first allowed scope)."""
+    """What the action is applied to; absent: the action's own default (its first allowed scope)."""
     settle_steps: Steps = 20
-    """Steps after it was applied in which nothing else is done and nothing is judged."""
+    """Steps after the action was applied in which nothing else is done and nothing is judged."""
     hold_steps: Steps | None = None
     """Steps after which a return is tried. Absent: kept for the rest of the run."""
     hold_growth: Annotated[int, Field(ge=2, le=16)] = 2
-    """Hysteresis: a return that failed makes the next hold so many times longer."""
+    """Hysteresis: after a failed return the next hold is this many times longer."""
     undo_without_effect: bool = True
-    """Undo it when it had no effect (unless the next rung builds on it). False: keep it and go on."""
+    """Undo the action when it had no effect (unless the next rung builds on it). False: keep it and go on."""
     requires: Requires = Requires()
     verify: Verify = Verify()
     if_loss_above: Annotated[float, Field(ge=0.0)] | None = None
-    """Take this rung although the one before has helped, if the loss (median of the last 5 steps) still lies more
-    than this share above its level before the onset (median of 32 steps): 0.05 is 5 %."""
+    """Take this rung although the previous one has helped, if the loss (median of the last 5 steps) is still more than
+    this share above its level before the onset (median of 32 steps): 0.05 is 5 %."""
 
     @field_validator("scope")
     @classmethod
@@ -84,7 +85,7 @@ class Rung(Strict):
         return value
 
     def command_params(self) -> dict[str, Any]:
-        """The parameters that go to the ranks as the policy has them."""
+        """The parameters that are sent to the ranks as the policy gives them."""
         values = {name: getattr(self, name) for name in self.command_fields}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -110,7 +111,7 @@ class Rewarm(Rung):
 
 
 class HoldLr(Rung):
-    """A factor on the LR; absent: back to the level before the jump, as the evidence has it, else 0.5."""
+    """A factor on the LR; absent: back to the level before the jump if the LR jumped, else 0.5."""
 
     revertible: ClassVar[bool] = True
     command_fields: ClassVar[tuple[str, ...]] = ("factor",)
@@ -121,7 +122,7 @@ class HoldLr(Rung):
 class TightenClip(Rung):
     """min(the user's limit, ours). `max_norm` absent: `times_median` times the recent median gradient norm.
 
-    With `per_tensor` no limit of the whole but one for each gradient tensor, so many times what its norm has been."""
+    `per_tensor` instead limits each gradient tensor to that many times its own usual norm, and sets no global limit."""
 
     revertible: ClassVar[bool] = True
     command_fields: ClassVar[tuple[str, ...]] = ("max_norm", "per_tensor")
@@ -130,15 +131,15 @@ class TightenClip(Rung):
     per_tensor: Annotated[float, Field(ge=1.0, le=100.0)] | None = None
     times_median: Annotated[float, Field(gt=0.0)] = 1.5
     undo_above_clip_rate: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Undo it once more than this share of 300 steps was clipped: that is a stall and no cure. Absent: never."""
+    """Undo it once more than this share of 300 steps was clipped: that is a stall, not a cure. Absent: never."""
 
 
 class SkipUpdate(Rung):
-    """Standing rule in the rank: an optimizer step on a non-finite gradient is left out."""
+    """Standing rule in the ranks: an optimizer step on a non-finite gradient is skipped."""
 
     action: Literal["skip_update"]
     max_consecutive: Annotated[int, Field(ge=0, le=1000)] = 3
-    """More in a row and the next rung is taken (reference: at most 3)."""
+    """With more in a row the next rung is taken (reference: at most 3)."""
 
 
 class AdjustLossScale(Rung):
@@ -151,7 +152,7 @@ class AdjustLossScale(Rung):
 
 
 class RaiseMargin(Rung):
-    """More head-room: scale / 2^bits. Costs nothing in signal to noise on ordinary tensors."""
+    """More head-room: scale / 2^bits. Does not change the signal-to-noise ratio of ordinary tensors."""
 
     revertible: ClassVar[bool] = True
     scopes: ClassVar[tuple[Scope, ...]] = ("run",)
@@ -159,12 +160,12 @@ class RaiseMargin(Rung):
     action: Literal["raise_margin"]
     bits: Annotated[float, Field(gt=0.0, le=8.0)] = 1.0
     if_what_if_helps: bool = True
-    """Pass it over when what-if figures from after the onset show of every tensor concerned that it gains nothing.
-    Without such figures it is taken."""
+    """Pass the rung over when what-if figures from after the onset show, for every tensor concerned, that it gains
+    nothing. Without such figures it is taken."""
 
 
 class RepairScale(Rung):
-    """Purge poisoned amax windows and set the scale from clean amax."""
+    """Purge poisoned amax windows and set the scale from a clean amax."""
 
     scopes: ClassVar[tuple[Scope, ...]] = ("tensor", "layer", "run")
     action: Literal["repair_scale"]
@@ -179,8 +180,8 @@ class Bf16Layers(Rung):
     max_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.15
     """Share of the FP8 modules that may be in BF16 by this action; at least one module is always allowed."""
     if_what_if_helps: bool = True
-    """Pass it over when what-if figures from after the onset show that every tensor concerned is cast as well as its
-    format allows. Without such figures it is taken."""
+    """Pass the rung over when what-if figures from after the onset show that every tensor concerned is cast as well as
+    its format allows. Without such figures it is taken."""
 
 
 class Bf16All(Rung):
@@ -198,7 +199,7 @@ class CheckpointNow(Rung):
 
 
 class CheckpointCadence(Rung):
-    """Save every so many steps while it is in force."""
+    """Save every this many steps while it is in force."""
 
     revertible: ClassVar[bool] = True
     command_fields: ClassVar[tuple[str, ...]] = ("every",)
@@ -208,7 +209,7 @@ class CheckpointCadence(Rung):
 
 
 class Recheck(Rung):
-    """Run the coming batch twice and compare: a faulty device, or a numerical fault?"""
+    """Run the coming batch twice and compare: is it a faulty device, or a numerical fault?"""
 
     action: Literal["recheck"]
 
@@ -221,26 +222,26 @@ class Change(Strict):
 
 
 class Rollback(Rung):
-    """Back to the newest good checkpoint before the onset. What is in force (BF16, LR factor) stays in force."""
+    """Back to the newest good checkpoint before the onset. Actions in force (BF16, LR factor) stay in force."""
 
     action: Literal["rollback"]
     skip_batches: Annotated[int, Field(ge=0, le=MAX_SKIP_BATCHES)] = 0
-    """Batches left out from the checkpoint's data position on."""
+    """Batches to leave out, starting at the checkpoint's data position."""
     skip_to_onset: bool = False
-    """Leave out the batches up to and with that of the onset step too, `skip_batches` coming on top (in all, no more
-    than `skip_batches` may be alone)."""
+    """Leave out the batches up to and including that of the onset step too, with `skip_batches` on top (the total is
+    bounded as `skip_batches` alone is)."""
     margin_steps: Steps = 0
     """Extra distance between checkpoint and onset, for an onset that is only estimated."""
     changes: list[Change] = Field(default_factory=list)
     if_none_is_good: Literal["refuse", "candidate"] = "refuse"
-    """Whether a candidate from before the onset will do where no checkpoint is known to be good yet: one that was saved
-    less than `healthy_steps` before the onset never will be. For onsets that are known to the step."""
+    """Whether a candidate from before the onset will do where no checkpoint is known to be good yet: one saved fewer
+    than `healthy_steps` before the onset never will be. For onsets that are known to the step."""
     if_data_position_missing: Literal["refuse", "accept"] = "refuse"
-    """A checkpoint without a data position repeats data the model has seen."""
+    """Whether a checkpoint without a data position will do: the model then sees the same data again."""
 
 
 class Halt(Rung):
-    """Stop the run on all ranks at one boundary; it starts again after `fp8watch runs release RUN` only."""
+    """Stop the run on all ranks at one boundary; it starts again only after `fp8watch runs release RUN`."""
 
     action: Literal["halt"]
     settle_steps: Steps = 0

@@ -1,4 +1,4 @@
-"""What the policy remembers between decisions: how far each trouble has climbed, and what is in force."""
+"""What the policy remembers between decisions: how far each ladder has been climbed, and which actions are in force."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Track:
     rule: str
     attempt: int
     rung: int = 0
-    """Index of the rung it stands on or tries next."""
+    """Index of the current rung, or of the next one to try."""
     phase: Phase = "open"
     is_due: bool = False
-    """The next rung is to be taken whether or not the trouble is seen this very step."""
+    """The next rung is taken even if the trouble is not seen in this very step."""
     is_final: bool = False
-    """Done and not to be taken up again: proposed, refused, or at the ladder's end."""
+    """Finished and never taken up again: proposed, refused, or at the end of the ladder."""
     action_id: str = ""
     action: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     decided_seen: int = 0
     applied_seen: int = 0
     block_until: int = 0
-    """`seen` up to which nothing else is done."""
+    """`seen` until which nothing else is done."""
     judge_at: int = 0
     """`seen` at which the outcome is judged."""
     resolved_seen: int = 0
     helped: bool = False
     why: str = ""
-    """Why it stands above the first rung."""
+    """Why it is above the first rung."""
     hold_times: int = 1
-    """Doubled each time a trial return failed."""
+    """Factor of the hold; grows with each trial return that fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class InForce:
     params: Mapping[str, Any]
     layers: tuple[str, ...] = ()
     until_seen: int | None = None
-    """When a return is tried; None: kept."""
+    """`seen` at which a return is tried; None: never."""
     ends_seen: int | None = None
-    """When it ends by itself (a re-warm-up that is through)."""
+    """`seen` at which it ends by itself (such as a finished `rewarm`); None: it does not."""
     settle_steps: int = 20
     hold_times: int = 1
     hold_growth: int = 2
@@ -69,36 +69,36 @@ class InForce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyState:
-    """All of it. Immutable: every decision gives a new one."""
+    """The whole state. Immutable: every decision makes a new one."""
 
     tracks: tuple[Track, ...] = ()
     in_force: tuple[InForce, ...] = ()
     leftovers: tuple[InForce, ...] = ()
-    """To be undone as soon as no other command is on its way: applied but not as asked when read back (half a change
-    may still be there), or without effect."""
+    """Actions to undo as soon as no other command is on its way: applied but not as asked when read back (half of a
+    change may still be there), or without effect."""
     spent: Spent = field(default_factory=Spent)
     next_number: int = 1
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Incident -> why nothing is done about it, as last written down."""
+    """Incident -> why nothing is done about it, as last recorded."""
 
     def track_of(self, incident: str) -> Track | None:
         """The track of an incident."""
         return next((track for track in self.tracks if track.trouble.incident == incident), None)
 
     def with_track(self, track: Track) -> PolicyState:
-        """The state with this track in the place of the one for the same incident."""
+        """The state with this track, which replaces any other of the same incident."""
         others = tuple(item for item in self.tracks if item.trouble.incident != track.trouble.incident)
         return replace(self, tracks=(*others[-255:], track))
 
     def bf16_modules(self) -> frozenset[str] | None:
-        """Modules our actions hold in BF16; None: all of them."""
+        """Modules that our actions keep in BF16; None: all modules."""
         if any(item.action == "bf16_all" for item in self.in_force):
             return None
         return frozenset(layer for item in self.in_force if item.action == "bf16_layers" for layer in item.layers)
 
 
 def without_waiting(state: PolicyState) -> PolicyState:
-    """The state once nobody is asked any more: what waited for a person is over."""
+    """The state without actions that wait for a person: nobody is asked any more."""
     tracks = tuple(
         replace(track, phase="done", is_final=True) if track.phase == "waiting" else track for track in state.tracks
     )
@@ -107,7 +107,7 @@ def without_waiting(state: PolicyState) -> PolicyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One thing decided in a step. At most one of a step's decisions (`apply` or `revert`) becomes a command."""
+    """One thing decided in a step. At most one decision of a step (`apply` or `revert`) becomes a command."""
 
     kind: Literal["apply", "propose", "wait", "record", "verdict", "revert", "note"]
     """`note`: why nothing is done about a trouble; for the decision log only."""
@@ -119,13 +119,13 @@ class Decision:
     mode: Mode = "observe"
     reason: str = ""
     status: Literal["unavailable", "refused", "expired"] | None = None
-    """For `record`: what became of it without a command."""
+    """For `record`: what became of the action, without a command."""
     outcome: Outcome = "pending"
     """For `verdict`."""
     rung: Rung | None = None
     by: str = ""
-    """The person whose word this is."""
+    """The person who decided it."""
     considered: str = ""
-    """Why the rules that stand before this one do not have the trouble."""
+    """Why the rules before this one do not match the trouble."""
     expires_step: int | None = None
-    """For `wait`: when the policy's default takes the person's place."""
+    """For `wait`: the step at which the policy's default replaces the person's answer."""

@@ -1,6 +1,6 @@
 """Which checkpoint a rollback goes to: the newest good one before the onset, never just the newest.
 
-Damage starts before a detector fires, so the alarm's step says nothing about a checkpoint; the onset does.
+Damage begins before a detector fires, so it is the onset that tells which checkpoints are sound, not the alarm's step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fp8watch.records import CheckpointRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A choice and why; `checkpoint` None: there is nothing to go back to, for the reason given."""
+    """A choice and its reason. `checkpoint` None: there is nothing to go back to, for that reason."""
 
     checkpoint: CheckpointRecord | None
     reason: str
@@ -28,11 +28,11 @@ def choose_target(
     used: Mapping[str, int],
     per_checkpoint: int,
 ) -> Target:
-    """The newest checkpoint labelled good that lies `rung.margin_steps` or more before the onset; where there is none
+    """The newest checkpoint labelled good that is at least `rung.margin_steps` before the onset; where there is none
     and the rung allows it, the newest candidate.
 
-    "Step n" is n updates done, so one saved at step onset - 1 holds the last state before the trouble.
-    `used` counts earlier rollbacks to a checkpoint; one that has had its share is passed over.
+    "Step n" means n updates done, so a checkpoint of step onset - 1 holds the last state before the trouble.
+    `used`: earlier rollbacks per checkpoint; a checkpoint with `per_checkpoint` of them is passed over.
     """
     if not checkpoints:
         return Target(checkpoint=None, reason="nothing to roll back to: no checkpoint has been saved")

@@ -1,4 +1,4 @@
-"""One call of `decide`: the state as it changes, the decisions so far, and how one is written down."""
+"""One call of `decide`: the state as it changes, the decisions so far, and how each is recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8watch.policy.view import Trouble, View
 
 
 class Turn:
-    """What `fp8watch.policy.decide` builds on."""
+    """Base of the decision in `fp8watch.policy.decide`: sends, reverts, and records with the reason."""
 
     def __init__(self, policy: Policy, state: PolicyState, view: View) -> None:
         self.policy = policy
@@ -41,7 +41,7 @@ class Turn:
     def _revert(self, held: InForce, layers: tuple[str, ...], why: str) -> None:
         params: dict[str, object] = {"layers": list(layers)} if held.action == "bf16_layers" else {}
         if held.action == "bf16_layers" and len(layers) < len(held.layers):
-            # Not all of the layers: the command has an id of its own and names the action that it undoes in part.
+            # Only some of the layers: the command has an id of its own and names the action that it partly undoes.
             params["of"] = held.action_id
         self.decisions.append(
             Decision(
@@ -56,7 +56,7 @@ class Turn:
     # What is written down
 
     def _note(self, trouble: Trouble, rule: str, why: str) -> None:
-        """Why nothing is done: once for each reason, not once a step."""
+        """Record why nothing is done: once for each reason, not in every step."""
         if self.state.notes.get(trouble.incident) == why:
             return
         open_ones = {item.incident for item in self.view.troubles}
@@ -97,7 +97,7 @@ class Turn:
         return action_id
 
     def _considered(self, rule: str, trouble: Trouble) -> str:
-        """Why the rules before this one do not have the trouble."""
+        """Why the rules before this one do not match the trouble."""
         names = [item.name for item in self.policy.rules]
         return passed_over(self.policy, trouble, self.view, names.index(rule)) if rule in names else ""
 
@@ -122,5 +122,5 @@ class Turn:
 
 
 def join(*parts: str) -> str:
-    """The parts that say something, as one sentence."""
+    """The non-empty parts as one sentence."""
     return "; ".join(part for part in parts if part)

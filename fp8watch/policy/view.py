@@ -1,4 +1,4 @@
-"""What a decision is made from: the run as it stands after a step, in plain values."""
+"""What a decision is made from: the run after a step, in plain values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trouble:
     """Step at which it was found."""
     last_seen_step: int
     rank: int | None = None
-    """The one rank that it concerns, where it concerns one only."""
+    """The only rank concerned; None: several ranks, or unknown."""
     layers: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     """`module:tensor`, worst first."""
@@ -36,7 +36,7 @@ class Trouble:
 
 
 def trouble_of(incident: Incident, *, name: str, finding: str, evidence: Mapping[str, Any]) -> Trouble:
-    """An incident under the name that the run knows it by, with its newest finding."""
+    """An incident with its newest finding, under the name that the run uses for it."""
     return Trouble(
         incident=name,
         detector=incident.detector,
@@ -55,22 +55,22 @@ def trouble_of(incident: Incident, *, name: str, finding: str, evidence: Mapping
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A run after one optimizer step. Steps go back at a rollback; `seen` (steps observed in all) never does."""
+    """A run after one optimizer step. A rollback winds `step` back, but never `seen` (the number of steps observed)."""
 
     run: str
     step: int
     seen: int
     attempt: int = 0
     term: int = 1
-    """Of the controller; part of every action's id, so that a controller that lost its memory repeats none."""
+    """Term of the controller; part of every action's id, so that a controller that lost its memory repeats none."""
     time_unix: float = 0.0
     troubles: tuple[Trouble, ...] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Action -> why not, for those that this run cannot do."""
+    """Action -> why this run cannot do it."""
     checkpoints: tuple[CheckpointRecord, ...] = ()
     warmup_steps: int | None = None
     is_warming_up: bool = False
-    """The learning rate rises from the first step on, and where that ends is not known."""
+    """The learning rate has risen since the first step, and the end of the warm-up is unknown."""
     modules: tuple[str, ...] = ()
     """All FP8 modules seen."""
     tensors: tuple[str, ...] = ()
@@ -78,37 +78,38 @@ class View:
     losses: tuple[tuple[int, float], ...] = ()
     """(step, loss) of the newest steps of this timeline, oldest first."""
     learning_rates: tuple[tuple[int, float, float], ...] = ()
-    """(step, LR in force, our factor in it), likewise."""
+    """(step, LR in force, our factor in it) of the newest steps, oldest first."""
     what_if: Mapping[str, Comparison] = field(default_factory=dict)
-    """`module:tensor` -> what it loses as it is cast and would lose under other recipes, as last looked at."""
+    """`module:tensor` -> what its cast loses, and would lose under other recipes, at the latest look."""
     grad_norm_median: float | None = None
     """Median of the recent finite norms before clipping."""
     num_skipped: int = 0
-    """Updates in a row, up to this step, that the ranks left out."""
+    """Updates in a row, up to this step, that the ranks skipped."""
     params_nonfinite: bool = False
     is_nonfinite_now: bool = False
-    """Loss, gradient norm or parameters of this step are not finite."""
+    """Whether loss, gradient norm or parameters of this step are not finite."""
     is_busy: bool = False
-    """A command is on its way."""
+    """Whether a command is on its way."""
     disarmed: str = ""
     """Why nothing may be sent; empty: armed."""
     verdicts: Mapping[str, Literal["approve", "refuse"]] = field(default_factory=dict)
-    """Action id -> what a person said."""
+    """Action id -> what a person answered."""
     people: Mapping[str, str] = field(default_factory=dict)
-    """Action id -> who said it."""
+    """Action id -> who answered."""
     since_start: int | None = None
     """Steps since a restart or rollback; None: there was none."""
     since_evaluation: int | None = None
-    """Steps since scores of an evaluation came; None: none has come."""
+    """Steps since the scores of an evaluation arrived; None: none have."""
     clip_rate: float | None = None
-    """Share of the last 300 steps whose norm was above the clip limit in force; None before as many were seen."""
+    """Share of the last 300 steps whose norm was above the clip limit in force; None with fewer steps."""
 
     def age(self, trouble: Trouble) -> int:
         """Steps since it was last seen."""
         return max(0, self.step - trouble.last_seen_step)
 
     def loss_excess(self, onset_step: int) -> float | None:
-        """(median of the last 5 losses) / (median of the 32 before the onset) - 1. Not finite now: infinity.
+        """(median of the last 5 losses) / (median of the 32 before the onset) - 1; infinite if the loss is not finite
+        now.
 
         None where either is unknown.
         """

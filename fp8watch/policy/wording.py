@@ -1,7 +1,7 @@
-"""What the schema has against a policy, in a person's words: one line a mistake, with its line and field in the text.
+"""Validation errors of a policy in plain words: one line per mistake, with its line and field in the text.
 
-Pydantic says what its types expect; here it is said what the file should hold. A key that is misspelt is one mistake,
-not an unknown key and a missing one.
+Pydantic says what its types expect; this module says what the file should contain. A misspelt key is one mistake, not
+an unknown key and a missing one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def field_of(document: Any, location: Location) -> str:
 
 
 def _misspelt(location: Location, missing: Mapping[Location, Any]) -> Location | None:
-    """The missing key beside an unknown one that is written nearly as it."""
+    """The missing key that an unknown one beside it is nearly spelt like."""
     beside = {str(other[-1]): other for other in missing if other[:-1] == location[:-1]}
     near = difflib.get_close_matches(str(location[-1]), beside, n=1, cutoff=0.6)
     return beside[near[0]] if near else None

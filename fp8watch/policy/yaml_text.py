@@ -1,17 +1,18 @@
-"""YAML of a policy file as nodes that know their lines; what is too deep, too long or too much is refused unparsed."""
+"""YAML of a policy file as nodes that know their lines. Text that is too deep, too long or too large is not parsed."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from fp8watch import bounds
 from fp8watch.errors import BadInput
 
 MAX_POLICY_BYTES = 64 * 1024
-"""Longer is no policy file (the shipped ones have 8 KB): the parser reads about 32 KB a second at worst."""
+"""Nothing longer is a policy file (the shipped ones have 8 KB): the parser reads about 32 KB per second at worst."""
 MAX_DEPTH = 32
-"""Brackets open at once. A policy needs five; the parser needs a time that grows with the square of them."""
+"""Brackets open at once. A policy needs five; the parser's time grows with their square."""
 MAX_POLICY_VALUES = 100_000
-"""Keys and values, every alias counted as what it stands for: a few lines of aliases can mean billions."""
+"""Keys and values, with every alias counted as what it stands for: a few lines of aliases can mean billions."""
 
 
 def parse(text: str, name: str) -> Any:
@@ -29,7 +30,7 @@ def parse(text: str, name: str) -> Any:
         reason = " ".join(str(error.problem or error.context or "malformed").split())
         raise BadInput([f"{name}:{line}: yaml: {reason}"]) from error
     except Exception as error:
-        # The parser answers some malformed texts (odd tags, dates, numbers, deep nesting) with plain Python errors.
+        # The parser raises plain Python errors for some malformed texts (odd tags, dates, numbers, deep nesting).
         reason = " ".join(str(error).split())
         if not isinstance(error, YAMLError | ValueError) or not reason:
             reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
@@ -37,7 +38,7 @@ def parse(text: str, name: str) -> Any:
 
 
 def _line(error: Exception) -> int:
-    """The line of the node that the parser was at when it failed; 1 where it was at none."""
+    """The line of the node that the parser failed at; 1 where it was at none."""
     line, trace = 1, error.__traceback__
     while trace is not None:
         mark = getattr(trace.tb_frame.f_locals.get("node"), "start_mark", None)
@@ -47,7 +48,7 @@ def _line(error: Exception) -> int:
 
 
 def too_long(name: str) -> str:
-    """What is said of a text that no policy has."""
+    """The problem reported for a text that is too long for a policy."""
     return f"{name}:1: policy: longer than {MAX_POLICY_BYTES} bytes"
 
 
@@ -56,7 +57,7 @@ def _bounded(text: str, name: str) -> None:
         raise BadInput([too_long(name)])
     depth = 0
     for number, line in enumerate(text.splitlines(), start=1):
-        # Brackets inside quotes and comments count too: they are balanced there, or few.
+        # Brackets in quotes and comments count too: there they are balanced, or few.
         for character in line:
             if character in "[{":
                 depth += 1
@@ -73,6 +74,12 @@ def plain(document: Any, name: str) -> Any:
     except (_TooMany, RecursionError) as error:
         reason = f"more than {MAX_POLICY_VALUES} values, or an alias inside of what it stands for"
         raise BadInput([f"{name}:1: policy: {reason}"]) from error
+    except _TooLarge as error:
+        raise BadInput([f"{name}:1: policy: a whole number beyond 2^53"]) from error
+
+
+class _TooLarge(Exception):
+    """A whole number that neither a wire nor a store can carry."""
 
 
 class _TooMany(Exception):
@@ -95,7 +102,10 @@ class _Plain:
             return [self(value) for value in node]
         for kind in (bool, int, float, str):
             if isinstance(node, kind):
-                return kind(node)
+                value = kind(node)
+                if isinstance(value, int) and abs(value) > bounds.LARGEST:
+                    raise _TooLarge
+                return value
         if type(node).__name__ == "ScalarBoolean":
             return bool(node)
         return node

@@ -1,4 +1,4 @@
-"""The text is there on this machine, and what a sample is depends on seed and index alone."""
+"""The text exists on this machine, and a sample depends on seed and index alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo as a person runs it: real processes, a real store, and a result that nobody but the watch knows of."""
+"""The demo as a person runs it: real processes, a real store, and a result that only the watch produces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each fault does what its scenario says, where it says, and comes again only where it says so."""
+"""Each fault does what its scenario says, where it says, and comes back only where it says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person types becomes three trainings, or every mistake in it is named and nothing starts."""
+"""Command-line arguments become three trainings, or every mistake in them is reported and nothing starts."""
 
 from __future__ import annotations
 

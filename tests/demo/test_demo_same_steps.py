@@ -1,4 +1,4 @@
-"""Losses that stand beside each other are means of the same steps, in lines, legend and table; and that is said."""
+"""Losses shown side by side are means of the same steps, in lines, legend and table, and the screen says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training on Transformer Engine goes back, and on in a new process, with its scales: nothing is unpickled for it.
+"""A training on Transformer Engine rolls back, and resumes in a new process, with its scales and without unpickling.
 
 The library is a stand-in that refuses pickles as TE 2.20 does; tests/gpu/test_gpu_demo.py has the real one.
 """
@@ -89,6 +89,7 @@ def test_a_new_process_goes_on_with_the_scales_it_stopped_with(tmp_path: Path) -
     run.steps(1, 4)
     name = run.manager.save(4).checkpoint
     kept, losses = [value.clone() for value in run.states()], run.steps(5, 7)
+    run.manager.close(0.0)
     fresh = Run(tmp_path)
     assert "scaling_fwd" not in fresh.model.get_submodule(LAYER).fp8_meta
     fresh.manager.restore(name, allow_without_data=True)

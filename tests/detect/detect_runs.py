@@ -1,4 +1,4 @@
-"""Synthetic runs for the detectors' tests: scalar series, and tensors under delayed scaling as the libraries do it."""
+"""Synthetic runs for the detectors' tests: scalar series, and tensors under delayed scaling as in the libraries."""
 
 from __future__ import annotations
 

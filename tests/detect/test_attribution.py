@@ -1,4 +1,4 @@
-"""The same symptom, different causes: what decides is the evidence around it."""
+"""The same symptom with different causes: the evidence around it decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bursts, single micro-batches and lone NaNs: what the evidence allows to say of their cause, and what it does not."""
+"""Bursts, single micro-batches and lone NaNs: what the evidence says about their cause, and what it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learning rate that climbs without a jump: seen against what the schedule had settled at, acted on when it hurts."""
+"""A learning rate that climbs without a jump: compared with its settled past, and acted on when it does harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was not seen accuses nobody, and what is to be acted on began when it began, not with an older warning."""
+"""A gap in the frames is no evidence, and a case to act has its own onset, not that of an older warning."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def act(script: dict[int, tuple[str, list[str]]]) -> tuple[int, int]:
 
 
 def test_a_fault_elsewhere_does_not_begin_with_an_old_warning() -> None:
-    """A gradient that has been warned of all along must not take the onset, and every checkpoint, with it."""
+    """A long-standing warning about a gradient must not move the onset back and taint every checkpoint."""
     warnings = {step: ("warn", [GRADIENT]) for step in range(5, 60, 10)}
     assert act(warnings | {50: ("act", [WEIGHT, GRADIENT])}) == (50, 2)
 

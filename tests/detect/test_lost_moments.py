@@ -1,4 +1,4 @@
-"""An update that leaps although rate and gradient are ordinary: said at once, acted on when it is felt."""
+"""An update that leaps although rate and gradient are ordinary: reported at once, acted on when it has an effect."""
 
 from __future__ import annotations
 

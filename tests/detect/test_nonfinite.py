@@ -1,4 +1,4 @@
-"""nonfinite: at once, in the first step too, from whatever is not finite."""
+"""nonfinite: any non-finite value is found at once, also in the first step."""
 
 from __future__ import annotations
 

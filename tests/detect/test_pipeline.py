@@ -1,4 +1,4 @@
-"""The pipeline: one line an incident and severity, quiet times, rollback, and a state that continues exactly."""
+"""The pipeline: one finding per incident and severity, quiet times, rollback, and a state that continues exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks, and what is not seen: replicas that part, one rank alone, and silence that is said."""
+"""Several ranks, and missing data: replicas that diverge, one rank alone, and silence that is reported."""
 
 from __future__ import annotations
 

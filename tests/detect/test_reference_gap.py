@@ -1,4 +1,4 @@
-"""A run beside a reference: the gap's size by phase, and its growth."""
+"""A run compared with a reference: the size of the gap by phase, and its growth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scale_frozen: healthy recipes are silent, wrong scales are found at once, nothing is claimed blindly."""
+"""scale_frozen: healthy recipes are silent, wrong scales are found at once, nothing is reported without evidence."""
 
 from __future__ import annotations
 

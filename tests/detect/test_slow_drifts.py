@@ -1,4 +1,4 @@
-"""What grows over hundreds or thousands of steps is found, and a young model's growth is not."""
+"""Growth over hundreds or thousands of steps is found, and that of a young model is ignored."""
 
 from __future__ import annotations
 

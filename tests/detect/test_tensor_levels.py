@@ -1,4 +1,4 @@
-"""saturation, underflow and amax_jump: what stays is acted on, what passes is not."""
+"""saturation, underflow and amax_jump: lasting symptoms are acted on, passing ones are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decision itself: what a rollback may go to, what budgets allow, and what must hold in any run."""
+"""The decision itself: targets of a rollback, budgets, and what must hold in any run."""
 
 from __future__ import annotations
 

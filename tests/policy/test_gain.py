@@ -1,4 +1,4 @@
-"""A precision action that has nothing to gain is passed over, where closer looks have shown it."""
+"""A precision action that has nothing to gain is passed over, if closer looks have shown it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`policy check` refuses what is valid and cannot work, with the reason and the line; and what is hostile, at once."""
+"""`policy check` refuses policies that are valid but cannot work, with reason and line, and hostile ones at once."""
 
 from __future__ import annotations
 
@@ -163,10 +163,10 @@ def test_names_that_are_nearly_right(text: str, problem: str) -> None:
     ids=["nested", "open", "maps", "mixed", "dashes", "queries", "long", "wide", "bomb", "merges", "loop", "items"],
 )
 def test_a_hostile_text_is_refused_at_once(text: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(BadInput):
         parse(text)
-    assert time.process_time() - began < 4.0
+    assert time.thread_time() - began < 4.0
 
 
 # The JSON Schema

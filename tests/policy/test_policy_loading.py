@@ -1,4 +1,4 @@
-"""A policy file: everything wrong is said at once with its line, and zero is not absent."""
+"""A policy file: all errors are reported at once with their lines, and zero is not absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mistake in a policy is one line, in words of the file and not of the library that found it."""
+"""A mistake in a policy is reported in one line, in the words of the file, not of the library that found it."""
 
 from __future__ import annotations
 

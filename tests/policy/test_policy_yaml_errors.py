@@ -1,4 +1,4 @@
-"""Whatever the YAML library raises is bad input at a line."""
+"""Any exception of the YAML library becomes bad input with a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollback that would leave out more than may be is passed over with the reason, before anything is sent."""
+"""A rollback that would skip too many batches is passed over with the reason, before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console's pages, one function each, drawn by `app.py`.
+"""The console's pages, one function each; `app.py` draws them.
 
-Not called `pages`: Streamlit runs the files of a folder of that name beside the script by itself.
+The folder is not called `pages`, because Streamlit itself runs the files of a folder of that name beside the script.
 """

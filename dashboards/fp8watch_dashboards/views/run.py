@@ -1,4 +1,4 @@
-"""One run: how it is, its loss with findings and actions on it, head-room by layer and step, and the action log."""
+"""The page of one run: state, loss with findings and actions, head-room by layer and step, and the action log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2
 PICKER_PIXELS = 480
-"""Room for about 55 letters of a run's name."""
+"""Room for about 55 characters of a run's name."""
 ALL_BLOCKS = "all"
 EVERY_ATTEMPT = "worst of all attempts"
 SURVIVING = "surviving timeline"
@@ -29,13 +29,13 @@ STATE_COLOURS = {"running": "green", "ended": "gray", "lost": "red", "halted": "
 
 @st.cache_resource(max_entries=32, show_spinner=False)
 def _reader(store: Path, run: str) -> TimelineReader:
-    """One reader a run for all viewers, so that ten of them cost about as much as one."""
+    """One reader per run for all viewers, so that ten of them cost about as much as one."""
     return TimelineReader(run=run)
 
 
 @st.cache_data(ttl=REFRESH_SECONDS * 0.75, max_entries=32, show_spinner=False)
 def _view(store: Path, run: str) -> queries.RunView | None:
-    """The run as its store has it now; None until the store knows the run."""
+    """The current view of a run; None until its store has the run."""
     with places.open_store(store) as opened:
         record = next((record for record in opened.runs() if record.run == run), None)
         if record is None:
@@ -49,7 +49,7 @@ def _root() -> Path:
 
 
 def page() -> None:
-    """Draw the page; only the part below the picker is drawn again every two seconds."""
+    """Draw the page. Only the part below the picker is redrawn every two seconds."""
     root = _root()
     listing = places.find_runs(root)
     for problem in listing.problems:
@@ -70,21 +70,21 @@ def page() -> None:
 
 @st.fragment(run_every=f"{REFRESH_SECONDS}s")
 def _live(place: places.RunPlace, is_log: bool) -> None:
-    """The part that follows the run."""
+    """The part that is redrawn."""
     if place.store is None and place.endpoint.redis:
         st.info(
             f"The records of this run are in the cluster's Redis, `{place.endpoint.redis}`, which the console does not "
             "read. With `FP8WATCH_REDIS_URL` set, these do: `fp8watch runs show`, `fp8watch incident list` and "
-            f"`fp8watch actions list`, each with `{place.run}`. /metrics of agent and controller show it too."
+            f"`fp8watch actions list`, each with `{place.run}`. /metrics of agent and controller cover the run too."
         )
         return
     if place.store is None:
-        st.warning("The agent of this run found no place to write its store: only /metrics shows it.")
+        st.warning("The agent of this run found no place to write its store: the run is only in /metrics.")
         return
     started = time.perf_counter()
     try:
         view = _view(place.store, place.run)
-    except Exception as error:  # an unreadable store is a fact to show, whatever engine it comes from
+    except Exception as error:  # an unreadable store is shown to the user, whatever the engine raised
         logger.warning("cannot read %s: %s", place.store, error)
         st.error(f"The store of this run cannot be read: {error}")
         return
@@ -109,12 +109,12 @@ def _header(view: queries.RunView) -> None:
     if header.state == "running" and header.last_frame_unix is not None:
         notes.append(f"last step {queries.duration_text(time.time() - header.last_frame_unix)} ago")
     if not header.armed:
-        notes.append("disarmed: nothing will act")
+        notes.append("disarmed: no action will be taken")
     if header.num_open_actions:
-        notes.append(f"{header.num_open_actions} action(s) proposed and not applied")
+        notes.append(f"{header.num_open_actions} action(s) proposed but not applied")
     if notes:
         st.caption("; ".join(notes))
-    # Each as wide as its words, and the row breaks where the window ends: a metric in a column is cut off.
+    # Each is as wide as its text, and the row wraps at the window's edge. In columns, metrics would be cut off.
     with st.container(horizontal=True, gap="medium"):
         _metric("Step", f"{header.step:,}")
         _metric("Attempt", str(header.attempt))
@@ -122,12 +122,12 @@ def _header(view: queries.RunView) -> None:
         _metric("Last finite loss", loss, None if header.loss_step is None else f"At step {header.loss_step}.")
         _metric("Policy mode", header.policy_mode, f"Policy: {header.policy_name}")
         seen = f"{header.observed_modules} of {header.expected_modules}"
-        _metric("FP8 modules seen", seen, "Modules whose scales are observed, of those that exist.")
-        _metric("In BF16 now", "not known" if header.bf16_modules is None else str(header.bf16_modules))
+        _metric("FP8 modules seen", seen, "Modules whose scales are observed, out of all FP8 modules.")
+        _metric("In BF16 now", "unknown" if header.bf16_modules is None else str(header.bf16_modules))
 
 
-def _metric(label: str, value: str, told: str | None = None) -> None:
-    st.metric(label, value, help=told, width="content")
+def _metric(label: str, value: str, hint: str | None = None) -> None:
+    st.metric(label, value, help=hint, width="content")
 
 
 def _loss(view: queries.RunView, is_log: bool) -> None:
@@ -146,7 +146,7 @@ def _loss(view: queries.RunView, is_log: bool) -> None:
 def _headroom(view: queries.RunView) -> None:
     st.markdown("##### Head-room by tensor and step")
     if not view.timeline.tensors:
-        st.info("No FP8 tensor is observed in this run: loss and gradients only.")
+        st.info("No FP8 tensor is observed in this run, only loss and gradients.")
         return
     timeline = view.timeline
     blocks = list(dict.fromkeys(block for block, _ in timeline.tensors))
@@ -161,8 +161,8 @@ def _headroom(view: queries.RunView) -> None:
     figure = figures.headroom_figure(timeline, choices[chosen], None if block == ALL_BLOCKS else block)
     st.plotly_chart(figure, key="headroom", config={"displaylogo": False})
     st.caption(
-        "log2(fp8_max / (amax x scale)): below 0 the tensor clips (sand: by a few per cent; red: to half and less); "
-        "far above (blue) range is wasted and small values underflow. Empty: not observed. Grey: ran in BF16."
+        "log2(fp8_max / (amax x scale)): below 0 the tensor clips (sand: by a few per cent; red: to half or less); "
+        "far above 0 (blue) range is wasted and small values underflow. Empty: not observed. Grey: ran in BF16."
     )
 
 
@@ -183,6 +183,6 @@ def _actions(view: queries.RunView) -> None:
 
 
 def _table(rows: list[dict[str, Any]], *, key: str, wide: str) -> None:
-    """Columns that nothing is known for are left out."""
+    """Draw a table without the columns that have no value at all."""
     columns = {wide: st.column_config.TextColumn(width="large")}
     st.dataframe(pd.DataFrame(rows).dropna(axis=1, how="all"), hide_index=True, key=key, column_config=columns)

@@ -1,4 +1,4 @@
-"""What puts the demo's model into FP8: the emulation anywhere, Transformer Engine on a GPU that has it."""
+"""Converting the demo's model to FP8: emulation on any machine, Transformer Engine on a GPU that has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine a demo runs on: Transformer Engine on a GPU that has it, and in words why not where it has not."""
+"""Which engine a demo runs on: Transformer Engine on a GPU that has it; where not, the reason in words."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fp8watch.demo.config import Device, EngineName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """An engine, and what a person is told about it; empty on a CPU, where there is but one."""
+    """An engine, and what to tell a person about it; empty on a CPU, where there is only one."""
 
     engine: EngineName
     told: str = ""
 
 
 def choose(device: Device, load: Callable[[str], Any] = importlib.import_module) -> Choice:
-    """The best engine for `device`; never raises, whatever an import of a broken library does."""
+    """The best engine for `device`. Never raises, whatever the import of a broken library does."""
     if device == "cpu":
         return Choice(engine="emulation")
     try:
         te = load("transformer_engine.pytorch")
         problem = _problem(te, load)
-    except Exception as error:  # a build for another torch, CUDA or compiler fails with whatever it fails with
+    except Exception as error:  # a build for another torch, CUDA or compiler can fail in any way
         problem = f"Transformer Engine cannot be imported ({type(error).__name__}: {error})"
     if problem:
         return Choice(engine="emulation", told=f"FP8 is emulated on the GPU: {problem}")
@@ -34,7 +34,7 @@ def choose(device: Device, load: Callable[[str], Any] = importlib.import_module)
 
 
 def _problem(te: Any, load: Callable[[str], Any]) -> str:
-    """Why this library will not do; empty when it will."""
+    """Why this library cannot be used; empty when it can."""
     if not hasattr(te, "autocast") or not hasattr(te, "is_fp8_available"):
         return "this Transformer Engine has no te.autocast: it is older than the demo knows"
     load("transformer_engine.common.recipe")

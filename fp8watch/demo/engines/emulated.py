@@ -1,4 +1,4 @@
-"""FP8 in FP32 arithmetic: `fp8watch.emulation`, on any device."""
+"""FP8 emulated in FP32 arithmetic by `fp8watch.emulation`, on any device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8watch.emulation import DelayedScaling, Fp8Linear, ScalingState, convert
 
 
 class _Stuck(ScalingState):
-    """A scaling state whose update runs and whose result never reaches the scale."""
+    """A scaling state whose update runs but whose result never reaches the scale."""
 
     def update(self, recipe: object, amax: torch.Tensor) -> None:
         scale = self.scale.clone()
@@ -23,7 +23,7 @@ class _Stuck(ScalingState):
 
 
 class _Scales:
-    """The state itself."""
+    """`Scales` that are the emulation's own state."""
 
     def __init__(self, state: ScalingState) -> None:
         self._state = state
@@ -31,12 +31,12 @@ class _Scales:
         self.amax_history = state.amax_history
 
     def stick(self) -> None:
-        """By its class: the tensors stay where the casts read them."""
+        """Swap the class, so that the tensors stay where the casts read them."""
         self._state.__class__ = _Stuck
 
 
 class Emulation:
-    """A converted model opens its region by itself, at its outermost call."""
+    """A converted model opens its region by itself, in its outermost call."""
 
     name: EngineName = "emulation"
 

@@ -1,11 +1,11 @@
-"""FP8 on the GPU: every linear layer of the blocks a `te.Linear`, delayed scaling under `te.autocast`.
+"""FP8 on the GPU: every linear layer of the blocks is a `te.Linear`, with delayed scaling under `te.autocast`.
 
-Parameters and activations stay float32, as in the emulation: only what the GEMMs read is FP8. The region has one recipe
-object for the whole training: its update reads that object, and a change of it takes effect.
+Parameters and activations stay float32, as in the emulation: only the inputs of the GEMMs are FP8. The region has one
+recipe object for the whole training: TE's update reads that object, so a change to it takes effect.
 
 Sources: TE 2.20 `pytorch/module/base.py` 1139 (three slots forward: input, weight, output; two backward: grad_output,
-grad_input; output and grad_input are cast with FP8 outputs only, and not here), `pytorch/quantization.py` 656 (the
-update of all scales, once a direction), 1445 (what a cast reads is a view of the state's `scale`).
+grad_input; output and grad_input are cast only with FP8 outputs, which are not used here), `pytorch/quantization.py`
+656 (the update of all scales, once per direction), 1445 (casts read a view of the state's `scale`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ UPDATE = "reduce_and_update_fp8_tensors"
 
 
 class _StuckUpdate:
-    """In place of the library's update of all scales: it runs, and some scales are afterwards what they were before.
+    """Replaces the library's update of all scales: the update runs, and some scales are then set back to what they
+    were.
 
-    For the life of the process, as the fault that it is. Runs on autograd's thread too; waits for nothing.
+    It lasts for the life of the process, like the fault that it imitates. It also runs on autograd's thread, and waits
+    for nothing.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -36,7 +38,7 @@ class _StuckUpdate:
         setattr(manager, UPDATE, self)
 
     def add(self, scale: torch.Tensor) -> None:
-        """One more that no update reaches."""
+        """Set back one more scale after each update."""
         self._scales = (*self._scales, scale)
 
     @torch.no_grad()
@@ -49,7 +51,7 @@ class _StuckUpdate:
 
 
 class _Scales:
-    """The slots of a state that are cast; views, so that what is written reaches the casts."""
+    """The slots of a state that are cast; views, so that values written to them reach the casts."""
 
     def __init__(self, state: Any, num_slots: int, manager: Any) -> None:
         self._manager = manager
@@ -57,7 +59,7 @@ class _Scales:
         self.amax_history: torch.Tensor = state.amax_history[:, :num_slots]
 
     def stick(self) -> None:
-        """By the update: the tensors stay where casts, and whoever looks at them, read them."""
+        """Through the update, so that the tensors stay where casts and observers read them."""
         update = getattr(self._manager, UPDATE)
         if not isinstance(update, _StuckUpdate):
             update = _StuckUpdate(self._manager)
@@ -65,7 +67,7 @@ class _Scales:
 
 
 class TransformerEngine:
-    """`library` and `manager` stand in for TE's own in tests. Raises `ImportError` where it is missing."""
+    """`library` and `manager` stand in for TE's own in tests. Raises `ImportError` where TE is missing."""
 
     name: EngineName = "transformer_engine"
 
@@ -75,7 +77,7 @@ class TransformerEngine:
         self._manager = manager or _manager()
 
     def convert(self, model: nn.Module, *, amax_history_len: int) -> Region:
-        """See `Engine`. Raises `ValueError` for widths that are no multiples of 16, which FP8 GEMMs ask for."""
+        """See `Engine`. Raises `ValueError` for widths that are not multiples of 16, which FP8 GEMMs require."""
         chosen = [
             name for name, module in model.named_modules() if type(module) is nn.Linear and name.startswith("blocks.")
         ]

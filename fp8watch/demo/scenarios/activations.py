@@ -22,17 +22,17 @@ class _InputFault(OneOff):
         self._steps_left = 0
 
     def enter(self, model: nn.Module) -> None:
-        """Sits in front of the layer."""
+        """Hook in front of the layer."""
         super().enter(model)
         model.get_submodule(self._layer).register_forward_pre_hook(self._pass)
 
     def before_step(self, step: int) -> None:
-        """Ends it when its steps are over."""
+        """End the fault when its steps are over."""
         self._steps_left = max(0, self._steps_left - 1)
         super().before_step(step)
 
     def happen(self, model: nn.Module) -> None:
-        """From the coming forward on."""
+        """Change the input from the next forward on."""
         self._steps_left = self.num_steps
 
     def _pass(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -40,7 +40,7 @@ class _InputFault(OneOff):
 
     @abstractmethod
     def change(self, activation: torch.Tensor) -> torch.Tensor:
-        """The faulty input; (B, T, features) as it comes."""
+        """The faulty input for this one, (B, T, features)."""
 
 
 class NanActivation(_InputFault):

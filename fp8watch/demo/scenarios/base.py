@@ -1,8 +1,8 @@
-"""What a scenario is, and the places where a fault may enter a training.
+"""What a scenario is, and where a fault can enter a training.
 
-Some faults happen once in wall-clock time (a bit flips, a buffer is overwritten): after a rollback they do not
-come again. Others are keyed to something that a rollback rewinds, the data or the schedule: they do. Each
-scenario says which.
+Some faults happen once in wall-clock time (a bit flips, a buffer is overwritten) and do not come back after a rollback.
+Others are tied to something that a rollback rewinds, the data or the schedule, and do come back. Each scenario says
+which.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from fp8watch.demo.schedule import Schedule
 
 
 class Fault:
-    """No fault. Sub-classes override where theirs enters."""
+    """No fault. Subclasses override the place where their fault enters."""
 
     def schedule(self, schedule: Schedule) -> Schedule:
-        """The schedule that the run gets."""
+        """The schedule that the run uses."""
         return schedule
 
     def dataset(self, dataset: Dataset[Item]) -> Dataset[Item]:
-        """The data that the run gets."""
+        """The data that the run uses."""
         return dataset
 
     def enter(self, model: nn.Module) -> None:
-        """The model is built and in FP8; training has not begun."""
+        """Called when the model has been built and converted to FP8, before training."""
 
     def before_step(self, step: int) -> None:
-        """Step `step` (counted from 1) begins. Called again for steps that are replayed."""
+        """Called when step `step` (counted from 1) begins, also for replayed steps."""
 
 
 class OneOff(Fault, ABC):
-    """Happens once, when step `fault_step` begins for the first time."""
+    """A fault that happens once, when step `fault_step` begins for the first time."""
 
     def __init__(self, fault_step: int) -> None:
         self._fault_step = fault_step
@@ -47,11 +47,11 @@ class OneOff(Fault, ABC):
         self._model: nn.Module | None = None
 
     def enter(self, model: nn.Module) -> None:
-        """Remembers the model."""
+        """Remember the model."""
         self._model = model
 
     def before_step(self, step: int) -> None:
-        """Lets it happen."""
+        """Let it happen when its step begins."""
         if self._has_happened or step != self._fault_step:
             return
         self._has_happened = True
@@ -60,12 +60,12 @@ class OneOff(Fault, ABC):
 
     @abstractmethod
     def happen(self, model: nn.Module) -> None:
-        """The fault itself."""
+        """Inject the fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a fault is made from."""
+    """What a fault is built from."""
 
     config: TrainingConfig
     fault_step: int
@@ -78,20 +78,20 @@ class Scenario:
 
     name: str
     family: str
-    """What kind of trouble it is, for people; nothing that finds trouble reads it."""
+    """Kind of trouble, for people; nothing that finds trouble reads it."""
     summary: str
     make: Callable[[Setting], Fault]
     recurs: str
-    """Whether it comes again when steps are replayed, and why."""
+    """Whether it comes back when steps are replayed, and why."""
     layer: str | None = None
     """Default of `--layer`; None with `takes_layer`: all layers."""
     takes_layer: bool = False
     takes_fault_step: bool = True
     needs_scales: bool = False
-    """The fault is in what an engine keeps between steps."""
+    """The fault is in what the engine keeps between steps."""
     fault_share: float = 0.5
     """Default of `--fault-step` as a share of the steps."""
     both: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `TrainingConfig` that this scenario's runs and their healthy twin have."""
+    """Fields of `TrainingConfig` set for this scenario's runs and their healthy twin."""
     faulty: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that only the faulty runs have: the fault is in the configuration."""
+    """Fields set for the faulty runs only: the fault is in the configuration."""

@@ -1,4 +1,4 @@
-"""Faults of the learning rate. They are in the scheduler: the same positions are as bad when they are replayed."""
+"""Faults of the learning rate. They are in the scheduler, so they come back when the same positions are replayed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _raised(step: int, *, schedule: Schedule, first: int, last: int, factor: flo
 
 
 class RaisedRate(Fault):
-    """The schedule gives `FACTOR` times the LR for `NUM_STEPS` steps, the first of them `fault_step`."""
+    """The schedule gives `FACTOR` times the LR for `NUM_STEPS` steps, starting with `fault_step`."""
 
     FACTOR = 30.0
     NUM_STEPS = 40
@@ -22,7 +22,7 @@ class RaisedRate(Fault):
         self._first = fault_step - 1
 
     def schedule(self, schedule: Schedule) -> Schedule:
-        """With the step in it."""
+        """The schedule with the raised steps."""
         last = self._first + self.NUM_STEPS
         return partial(_raised, schedule=schedule, first=self._first, last=last, factor=self.FACTOR)
 

@@ -1,4 +1,4 @@
-"""Faults of the FP8 bookkeeping: scales that no longer fit what is cast with them."""
+"""Faults of the FP8 bookkeeping: scales that no longer fit the tensors that are cast with them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fp8watch.demo.scenarios.base import OneOff, Scenario, Setting
 
 
 class FrozenScale(OneOff):
-    """All scales are `FACTOR` times too large, and the update stops taking effect.
+    """All scales are `FACTOR` times too large, and updates no longer take effect.
 
-    As where an update kernel writes to a buffer that the casts no longer read (a cache keyed to something that
-    changed, a captured graph). What is written into the scale itself does take effect, and stays. The broken
-    update belongs to the process: a rollback does not mend it.
+    This happens where an update kernel writes to a buffer that the casts no longer read (a cache keyed to something
+    that changed, a captured graph). Values written into the scale itself do take effect, and stay. The broken update
+    belongs to the process, so a rollback does not repair it.
     """
 
     FACTOR = 64.0
@@ -26,7 +26,7 @@ class FrozenScale(OneOff):
         self._engine: EngineName = engine
 
     def happen(self, model: nn.Module) -> None:
-        """Clips everything above amax / 64 from now on."""
+        """From now on everything above amax / 64 clips."""
         for both in engine(self._engine).scales(model, self._layer):
             for scales in both:
                 scales.scale.mul_(self.FACTOR)
@@ -34,11 +34,11 @@ class FrozenScale(OneOff):
 
 
 class GradientUnderflow(OneOff):
-    """Scales of the output gradients are 2^-24 of what they should be, and an infinity in the window keeps them so.
+    """Scales of the output gradients are 2^-24 of what they should be, and an infinity in the window keeps them there.
 
-    As after one overflowing gradient or a damaged reduction: Transformer Engine leaves a scale alone while the
-    maximum of its window is not finite, with the default history for 1,024 updates. A rollback, which restores
-    the window, mends it.
+    This happens after one overflowing gradient or a damaged reduction: Transformer Engine leaves a scale alone while
+    the maximum of its window is not finite, with the default history for 1,024 updates. A rollback restores the window
+    and repairs it.
     """
 
     FACTOR = 2.0**-24
@@ -49,7 +49,7 @@ class GradientUnderflow(OneOff):
         self._engine: EngineName = engine
 
     def happen(self, model: nn.Module) -> None:
-        """Most gradient elements are rounded to zero from now on."""
+        """From now on most gradient elements are rounded to zero."""
         for _, backward in engine(self._engine).scales(model, self._layer):
             backward.scale.mul_(self.FACTOR)
             backward.amax_history[-1].fill_(torch.inf)

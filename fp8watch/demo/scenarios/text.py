@@ -1,4 +1,4 @@
-"""Faults in the data. They are part of it: the same samples are as bad when they are read again."""
+"""Faults in the data itself, so they come back when the same samples are read again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8watch.demo.scenarios.base import Fault, Scenario, Setting
 
 
 class _RandomTargets(Dataset[Item]):
-    """Samples `first` to `last` (exclusive) have targets that have nothing to do with their inputs."""
+    """Samples `first` to `last` (exclusive) have targets unrelated to their inputs."""
 
     def __init__(self, dataset: Dataset[Item], first: int, last: int) -> None:
         self._dataset = dataset
@@ -48,7 +48,7 @@ class _HeavyBatches(Dataset[Item]):
 
 
 class BadBatches(Fault):
-    """`NUM_BATCHES` batches of random targets, beginning with the batch of step `fault_step`."""
+    """`NUM_BATCHES` batches with random targets, starting with the batch of step `fault_step`."""
 
     NUM_BATCHES = 10
 
@@ -57,7 +57,7 @@ class BadBatches(Fault):
         self._last = self._first + self.NUM_BATCHES * batch_size
 
     def dataset(self, dataset: Dataset[Item]) -> Dataset[Item]:
-        """With the bad stretch."""
+        """The dataset with the bad stretch."""
         return _RandomTargets(dataset, self._first, self._last)
 
 
@@ -72,7 +72,7 @@ class GradBursts(Fault):
         self._batch_size = batch_size
 
     def dataset(self, dataset: Dataset[Item]) -> Dataset[Item]:
-        """With the heavy batches."""
+        """The dataset with the heavy batches."""
         return _HeavyBatches(
             dataset, first=self._first, batch_size=self._batch_size, period=self.PERIOD, factor=self.FACTOR
         )
@@ -93,7 +93,7 @@ SCENARIOS = (
         summary="one batch in 15 scaled up 300x, with a clip limit that is no limit",
         make=_bursts,
         recurs="with the data",
-        # One burst fills AdamW's second moment for good at 0.95: nothing could be saved in what is left of a demo.
+        # At 0.95 one burst fills AdamW's second moment for the rest of the demo, and nothing could be saved.
         both={"max_norm": 1000.0, "beta2": 0.9},
         fault_share=0.2,
     ),

@@ -20,7 +20,7 @@ class BitFlip(OneOff):
 
     @torch.no_grad()
     def happen(self, model: nn.Module) -> None:
-        """Any weight of at least ordinary size: a flip in a weight of almost zero shows nowhere."""
+        """Flip a weight of at least ordinary size: a flip in a weight near zero shows nowhere."""
         weight = model.get_submodule(self._layer).weight
         assert isinstance(weight, torch.Tensor)
         flat = weight.view(-1)
