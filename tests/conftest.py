@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported. With threads of its own each sum depends on how many there are, and where other processes
+# want the cores too they wait for each other: ten times as long on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if importlib.util.find_spec("hypothesis"):  # a GPU host may lack it: no test there draws examples
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("unhurried")
 
 NEEDS = {
     "prometheus": ("prometheus", "promtool"),
@@ -34,5 +46,6 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("FP8WATCH_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("FP8WATCH_DIR", str(tmp_path / ".fp8watch"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".state"))
     monkeypatch.setenv("FP8WATCH_METRICS_PORT", "0")
     monkeypatch.chdir(tmp_path)

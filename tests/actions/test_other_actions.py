@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +12,9 @@ import torch
 from tiny_run import TinyRun, everything, same
 from torch import nn
 
+from fp8watch.actions import checkpoint_actions
+from fp8watch.actions.adjust_loss_scale import AdjustLossScale
+from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.halt import Halt
 from fp8watch.actions.registry import capabilities
 from fp8watch.checkpoints import Checkpoints
@@ -45,9 +50,21 @@ def test_loss_scale_read_back_and_revert() -> None:
 def test_a_loss_scale_that_is_not_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = TinyRun(fp8=False, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     run.run(2)
-    monkeypatch.setattr(run.scaler, "update", lambda new_scale=None: None)
+    monkeypatch.setattr(AdjustLossScale, "_set", lambda *_: None)
     applied = run.apply("adjust_loss_scale", factor=0.25)
     assert run.read_back("adjust_loss_scale", applied).ok is False
+
+
+def test_the_loss_scale_can_be_set_between_the_scalers_step_and_its_update() -> None:
+    run = TinyRun(fp8=False, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    run.run(2)
+    loss = run.model(torch.ones(8, 16)).pow(2).mean()
+    run.scaler.scale(loss).backward()
+    run.scaler.step(run.optimizer)
+    applied = run.apply("adjust_loss_scale", factor=0.5)
+    run.scaler.update()
+    assert run.read_back("adjust_loss_scale", applied).ok is True
+    assert run.scaler.get_scale() == 512.0
 
 
 def test_loss_scale_of_an_unused_scaler_and_out_of_range() -> None:
@@ -61,13 +78,21 @@ def test_loss_scale_of_an_unused_scaler_and_out_of_range() -> None:
     assert run.scaler.get_scale() == 1024.0
 
 
+def checked(run: TinyRun, applied: Applied, seconds: float = 20.0) -> ReadBack:
+    """What the read-back comes to, boundary after boundary."""
+    deadline = time.monotonic() + seconds
+    while (found := run.read_back("checkpoint_now", applied)).ok is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return found
+
+
 def test_checkpoint_now_is_read_back_from_disk(tmp_path: Path) -> None:
     run = TinyRun(tmp_path)
     run.run(3)
     applied = run.apply("checkpoint_now")
-    assert run.read_back("checkpoint_now", applied).ok is True
+    assert checked(run, applied).ok is True
     (Path(applied.expected["path"]) / "model.pt").write_bytes(b"")
-    assert run.read_back("checkpoint_now", applied).ok is False
+    assert checked(run, applied).ok is False
     run.actions["checkpoint_now"].revert(applied)  # one that is complete stays
     assert run.manager is not None
     assert [record.checkpoint for record in run.manager.records()] == [applied.expected["checkpoint"]]
@@ -81,9 +106,42 @@ def test_a_save_that_writes_nothing_is_noticed(tmp_path: Path, monkeypatch: pyte
     nowhere = msgspec.structs.replace(real, checkpoint="step-00000004", path=str(tmp_path / "step-00000004"))
     monkeypatch.setattr(run.manager, "save", lambda *args, **kwargs: nowhere)
     run.step()
-    found = run.read_back("checkpoint_now", run.apply("checkpoint_now"))
+    found = checked(run, run.apply("checkpoint_now"))
     assert found.ok is False
     assert "never completed" in found.detail
+
+
+def test_its_files_are_checked_while_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: it is not given up meanwhile. What is wrong with them is found out."""
+    gate, threads = threading.Event(), []
+    real = checkpoint_actions.verify
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        threads.append(threading.current_thread())
+        assert gate.wait(30)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_actions, "verify", slow)
+    run = TinyRun(tmp_path)
+    run.run(3)
+    applied = run.apply("checkpoint_now")
+    began = time.monotonic()
+    for _ in range(5):
+        found = run.read_back("checkpoint_now", applied)
+        assert (found.ok, found.detail) == (None, "its files are being checked")
+        assert run.actions["checkpoint_now"].patience > 10**6  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 5
+    file = Path(applied.expected["path"]) / "model.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    gate.set()
+    found = checked(run, applied)
+    assert found.ok is False
+    assert "model.pt" in found.detail
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+    assert run.actions["checkpoint_now"].patience == checkpoint_actions.PATIENCE  # type: ignore[attr-defined]
 
 
 def test_while_it_is_being_saved_it_is_not_done_and_can_be_withdrawn(tmp_path: Path) -> None:
@@ -91,6 +149,7 @@ def test_while_it_is_being_saved_it_is_not_done_and_can_be_withdrawn(tmp_path: P
     pool = ThreadPoolExecutor(1)
     run = TinyRun(tmp_path)
     assert run.manager is not None
+    run.manager.close(0.0)
     config = Checkpoints(tmp_path, save=lambda folder: pool.submit(gate.wait, 30), load=print)
     run.context.checkpoints = CheckpointManager(config, run.context.parts, run="tiny", attempt=lambda: 0)
     run.run(1)
@@ -220,6 +279,6 @@ def test_recheck_puts_everything_back_when_the_forward_fails() -> None:
         raise RuntimeError("out of memory")
 
     run.context.forward = explode
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ActionError, match="out of memory"):
         run.apply("recheck")
     assert same(before, everything(run))

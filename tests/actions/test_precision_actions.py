@@ -144,6 +144,20 @@ def test_a_repair_that_does_nothing_is_noticed(run: TinyRun, monkeypatch: pytest
     assert "back where they were" in found.detail
 
 
+def test_a_repair_by_a_library_that_does_nothing_is_noticed(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale that the library says it has set is the faulty one: only the amax can tell."""
+    monkeypatch.setattr("fp8watch.emulation.scaling.ScalingState.purge", lambda *_: None)
+    spoil_scale(run, 2.0**12)
+    frozen = controls(run).scales(["3:weight"])["3:weight"]
+    applied = run.apply("repair_scale", tensors=["3:weight"])
+    run.step()
+    state = run.model.get_submodule("3").scaling_forward
+    state.scale[state.tensors.index("weight")] = frozen
+    found = run.read_back("repair_scale", applied)
+    assert found.ok is False
+    assert "still clips its amax: 3:weight" in found.detail
+
+
 def test_repair_of_layers_and_of_everything(run: TinyRun) -> None:
     of_layer = run.apply("repair_scale", layers=["3"])
     assert set(of_layer.expected["scales"]) == {"3:input", "3:weight", "3:grad_output"}

@@ -296,22 +296,6 @@ def test_weights_that_took_a_detour_through_float16_are_noticed(
         run.apply("rollback", checkpoint=first_checkpoint(run), allow_without_data=True)
 
 
-def test_at_most_one_identical_rollback(tmp_path: Path) -> None:
-    """The same batches from the same state under the same setting end the same way: something has to change."""
-    run = trained(tmp_path)
-    target = first_checkpoint(run)
-    run.apply("rollback", checkpoint=target)
-    run.run(5)
-    before = everything(run)
-    with pytest.raises(CheckpointError, match="nothing would be different"):
-        run.apply("rollback", checkpoint=target)
-    assert same(before, everything(run))
-    assert run.apply("rollback", checkpoint=target, skip_batches=1).expected["step"] == 10
-    run.run(5)
-    run.apply("hold_lr", factor=0.5)
-    assert run.apply("rollback", checkpoint=target).expected["step"] == 10
-
-
 # case: SPK-21
 def test_spoilt_checkpoints_never_rotate_the_last_good_one_away(tmp_path: Path) -> None:
     """NaN since step 25, noticed by nobody until 60, three kept: what was good before is there, and nothing else is

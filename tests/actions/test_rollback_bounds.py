@@ -75,9 +75,9 @@ def test_the_longest_skip_does_not_stall_the_loop() -> None:
     state = batches.state_dict()
     data.read.clear()
     batches.load_state_dict(state, skip_batches=MAX_SKIP_BATCHES)
-    started = time.process_time()
+    started = time.thread_time()
     next(running)
-    assert time.process_time() - started < 1.0
+    assert time.thread_time() - started < 1.0
     assert len(data.read) == 2, "nothing that is left out is read, over the end of epochs neither"
     assert batches.skipped_samples == 2 * MAX_SKIP_BATCHES
     assert batches.samples == 2 * (MAX_SKIP_BATCHES + 2)

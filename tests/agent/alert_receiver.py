@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import urllib.request
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from free_ports import free_port
 
 SHIPPED = Path(__file__).resolve().parents[2] / "dashboards" / "prometheus" / "alertmanager.yml"
 PROGRAM = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
@@ -72,8 +72,7 @@ class Alertmanager:
             for webhook in receiver["webhook_configs"]:
                 webhook["url"] = self.receiver.address(receiver["name"])
         (folder / "alertmanager.yml").write_text(yaml.safe_dump(config))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         with (folder / "alertmanager.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [PROGRAM, f"--config.file={folder / 'alertmanager.yml'}", f"--storage.path={folder / 'alerts'}",

@@ -1,6 +1,6 @@
 """The run that `test_prometheus` and `test_prometheus_alerts` look at: each its own, for the second ends its run.
 
-Certificates are made by what makes them for the stores' tests.
+Certificates and ports come from what makes them for the stores' tests.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scraped import ScrapedRun
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
+
+from scraped import ScrapedRun
 
 
 @pytest.fixture(scope="module")

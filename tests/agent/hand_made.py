@@ -56,7 +56,8 @@ def frame(
         values = [given] * size if np.isscalar(given) else list(given)
         valid = np.array([value is not None for value in values])
         numbers = np.array([0 if value is None else value for value in values])
-        dtype = "f4" if name in ("amax", "scale") else "u1" if name == "high_precision" else "u8"
+        is_number = name in ("amax", "amax_local", "scale") or name.endswith("snr")
+        dtype = "f4" if is_number else "u1" if name == "high_precision" else "u8"
         packed[name] = pack(numbers, dtype, valid)
     return StepFrame(
         run=run, attempt=attempt, rank=rank, step=step, layout_id=layout_id, time_unix=time.time(),
@@ -74,12 +75,16 @@ class RawClient:
     def __init__(self, path: Path | str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(10)
-        self.socket.connect(os.fspath(path))
+        try:
+            self.socket.connect(os.fspath(path))
+        except OSError:
+            self.socket.close()
+            raise
         self._splitter = wire.Splitter()
 
     def send(self, *messages: Message) -> None:
-        for message in messages:
-            self.socket.sendall(wire.frame(message))
+        """In one go: whom the agent turns away may find the connection closed after the first."""
+        self.socket.sendall(b"".join(wire.frame(message) for message in messages))
 
     def receive(self) -> Reply:
         while True:

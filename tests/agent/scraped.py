@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -19,6 +18,7 @@ import alert_receiver
 import hand_made as make
 import yaml
 from alert_receiver import Alertmanager
+from free_ports import free_port
 
 from fp8watch.settings import Settings
 from fp8watch.transport import Channel, endpoint
@@ -41,8 +41,7 @@ class Prometheus:
         """`alertmanager`: host and port of who is told."""
         (folder / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 1s", _with_links(RUNBOOKS)))
         (folder / "prometheus.yml").write_text(yaml.safe_dump(_config(targets, alertmanager)))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         with (folder / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -99,6 +98,8 @@ class ScrapedRun:
     def train(self) -> None:
         make.wait_for(lambda: self.prometheus.query('up{job="fp8watch"} == 1'), 30, "a first scrape")
         for step in range(1, NUM_STEPS + 1):
+            if step == FAULT_STEP:
+                self.wait_until_scraped()  # the next scrape is a second away
             scalars = {"loss": 2.0, "grad_norm": 0.5}
             if step == NAN_STEP:
                 scalars["loss"] = math.nan

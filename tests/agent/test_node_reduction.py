@@ -152,6 +152,9 @@ def test_reducing_by_node_comes_to_the_same_as_merging_all_ranks(seed: int) -> N
                 make.frame(
                     "r", 1, size, rank=rank, amax=amax, scale=[float(s) for s in dice.random(size) + 0.5],
                     quantized=[int(n) for n in dice.integers(0, 1000, size)],
+                    snr=[float(s) for s in dice.random(size) * 30],
+                    what_if_margin_1_saturated=[int(n) for n in dice.integers(0, 1000, size)],
+                    what_if_margin_1_snr=[float(s) if s > 5 else float("nan") for s in dice.random(size) * 30],
                     scalars={"loss": float(dice.random()), "grad_norm": float(dice.random()), "tokens": 10.0},
                 )
             )  # fmt: skip
@@ -160,10 +163,10 @@ def test_reducing_by_node_comes_to_the_same_as_merging_all_ranks(seed: int) -> N
     assert through.scalars == pytest.approx(straight.scalars)
     names = {column.name: position for position, column in enumerate(straight.tensors)}
     order = [names[column.name] for column in through.tensors]
-    for name in ("amax", "quantized"):
+    for name in ("amax", "quantized", "snr", "what_if_margin_1_saturated", "what_if_margin_1_snr"):
         assert (through.valid[name] == straight.valid[name][order]).all(), name
         seen = through.valid[name]
-        assert (through.values[name][seen] == straight.values[name][order][seen]).all(), name
+        np.testing.assert_array_equal(through.values[name][seen], straight.values[name][order][seen], name)
     assert through.rank_median == straight.rank_median
     assert through.rank_values == straight.rank_values
     assert "scale_checksum" in through.rank_values
@@ -175,6 +178,14 @@ def test_reducing_by_node_comes_to_the_same_as_merging_all_ranks(seed: int) -> N
     frames_all = [frame for node in frames for frame in node]
     if all(columns.unpack(frame.columns["amax"])[1].all() for frame in frames_all):
         assert (through.values["scale"][both] == straight.values["scale"][order][both]).all()
+
+
+def test_the_rank_of_the_largest_amax_is_known_where_amax_is_the_same_on_all_ranks() -> None:
+    """After a reduction across ranks only `amax_local` tells whose it is."""
+    layouts = [make.layout("r", rank=rank) for rank in range(4)]
+    single = [make.frame("r", 1, 6, rank=rank, amax=9.0, amax_local=9.0 if rank == 3 else 2.0) for rank in range(4)]
+    straight, through = sample_both_ways([single[:2], single[2:]], layouts)
+    assert through.rank_of_extreme["amax"] == straight.rank_of_extreme["amax"] == 3
 
 
 def test_a_node_frame_read_by_rank_keeps_the_columns_once() -> None:

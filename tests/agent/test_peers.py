@@ -8,7 +8,9 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,19 +97,25 @@ def wire_welcome(run: str) -> Welcome:
 
 
 def ask(uid: int, path: Path, rank: int, *more: str) -> subprocess.Popen[str]:
-    body = wire.frame(hello("r", rank=rank)).hex()
+    body = wire.frame(hello("r", rank=rank, world_size=2, owner=4242)).hex()
     return subprocess.Popen(
         [sys.executable, "-c", AS_USER, str(uid), str(path), body, *more],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not pytest's own, which other users cannot enter."""
+    with tempfile.TemporaryDirectory(prefix="fp8w") as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to be several users")
 @pytest.mark.parametrize("any_user", [True, False])
-def test_another_user_gets_nothing_into_a_run(any_user: bool, tmp_path: Path) -> None:
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
-    path = tmp_path / "agent.sock"
+def test_another_user_gets_nothing_into_a_run(any_user: bool, folder: Path) -> None:
+    path = folder / "agent.sock"
     listener = server.listen(path, EVERYBODY)  # the mode alone keeps nobody out here
     sessions: list[Silent] = []
 
@@ -134,7 +142,7 @@ def test_another_user_gets_nothing_into_a_run(any_user: bool, tmp_path: Path) ->
         return answers
 
     answers = asyncio.run(scene())
-    assert [message.rank for message in sessions[0].heard] == [0]
+    assert [(message.rank, message.owner) for message in sessions[0].heard] == [(0, 1001)], "what the kernel says"
     if any_user:
         (body,) = wire.Splitter().feed(bytes.fromhex(answers[0]))
         reply = wire.unpack_reply(body)

@@ -26,8 +26,11 @@ def run(scraped_run: ScrapedRun) -> ScrapedRun:
 
 
 def test_alerts_fire_on_the_flag_and_no_rule_errs(run: ScrapedRun) -> None:  # case: PRM-11
-    assert run.prometheus.is_firing("Fp8watchNonFiniteLoss", run="r", quantity="loss", severity="critical")
-    assert run.prometheus.is_firing("Fp8watchNonFiniteGradient", run="r", quantity="grad_norm", severity="warning")
+    for alert, quantity, severity in (
+        ("Fp8watchNonFiniteLoss", "loss", "critical"), ("Fp8watchNonFiniteGradient", "grad_norm", "warning"),
+    ):  # fmt: skip
+        labels = {"run": "r", "quantity": quantity, "severity": severity}
+        make.wait_for(lambda alert=alert, labels=labels: run.prometheus.is_firing(alert, **labels), what=alert)
     assert not run.prometheus.is_firing("Fp8watchNonFiniteLoss", quantity="parameter")
     seen = run.prometheus.query(
         'max_over_time(run_detector_cause:fp8watch_open_act_finding:last_seen_timestamp_seconds{run="r",'

@@ -31,6 +31,14 @@ class _Agent:
         return make.scrape(self.url).get(name, 0.0)
 
 
+def _connected(socket: Path) -> make.RawClient | None:
+    """None: it is not there, or not listened to yet."""
+    try:
+        return make.RawClient(socket)
+    except OSError:
+        return None
+
+
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Agent]:
     folder = tmp_path_factory.mktemp("standing")
@@ -43,8 +51,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Agent]:
         process = subprocess.Popen(command, stderr=log)
     agent = _Agent(process, socket, home)
     try:
-        make.wait_for(socket.exists, what="the socket")
-        client = make.RawClient(socket)
+        client = make.wait_for(lambda: _connected(socket), what="the agent to listen")
         client.send(make.hello("first"))
         welcome = client.receive()
         assert isinstance(welcome, Welcome)
@@ -52,7 +59,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Agent]:
         yield agent
         # Told to go with a rank still connected: leaves cleanly.
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(20) == 0
         assert client.is_closed_by_peer()
         client.close()
         assert not socket.exists()
@@ -161,9 +168,8 @@ def test_ranks_share_a_run_and_one_may_come_back(agent: _Agent) -> None:
         client.close()
     make.wait_for(lambda: agent.metric('fp8watch_run_state{run="shared",state="ended"}') == 1)
     ranks[1].close()
-    found = endpoint.read(agent.home, "shared")
-    assert found is not None
-    assert found.state == "ended"
+    # The goodbyes ended the run; its endpoint follows when the last connection is closed.
+    make.wait_for(lambda: (found := endpoint.read(agent.home, "shared")) is not None and found.state == "ended")
 
 
 def test_two_processes_cannot_be_the_same_rank(agent: _Agent) -> None:

@@ -26,6 +26,8 @@ class Order:
     late: Mapping[int, int] = field(default_factory=dict)
     is_up_to_date: bool = False
     """Sent for the attempt that the rank is in then, whatever the command says."""
+    is_for_first_start: bool = False
+    """It names the first start of the run that was heard of, also when it is sent to a later one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,9 @@ class Cut:
 class Sent:
     """What one connection to a rank has been sent. The same rule tells a rank beforehand what will come to it."""
 
-    def __init__(self, orders: Sequence[Order]) -> None:
-        self._orders = orders
+    def __init__(self, orders: Sequence[Order], start: str, first_start: str = "") -> None:
+        """`start`: that of the rank, which commands name."""
+        self._orders, self._start, self._first_start = orders, start, first_start
         self._numbers: set[int] = set()
 
     def answer_to(self, frame: StepFrame) -> list[tuple[int, Command]]:
@@ -51,7 +54,9 @@ class Sent:
             if number not in self._numbers and frame.step >= order.late.get(frame.rank, order.after):
                 self._numbers.add(number)
                 attempt = frame.attempt if order.is_up_to_date else order.command.attempt
-                found.append((number, msgspec.structs.replace(order.command, attempt=attempt)))
+                start = self._first_start if order.is_for_first_start else self._start
+                command = msgspec.structs.replace(order.command, attempt=attempt, start=start)
+                found.append((number, command))
         return found
 
 
@@ -84,6 +89,7 @@ class FakeController:
     def _serve(self, connection: socket.socket) -> None:
         splitter = wire.Splitter()
         sent: Sent | None = None
+        start = ""
         with connection, contextlib.suppress(OSError, WireError):
             while data := connection.recv(1 << 16):
                 for body in splitter.feed(data):
@@ -92,13 +98,15 @@ class FakeController:
                         if self._is_gone(message.run, message.rank):
                             return
                         self.hellos[message.run].append(message)
+                        start = message.start
                         welcome = Welcome(wire_version=wire.WIRE_VERSION, run=message.run, term=1)
                         connection.sendall(wire.frame(welcome))
                     elif isinstance(message, StepFrame):
                         self.frames[message.run].append(message)
                         if self._is_cut(message):
                             return
-                        sent = sent or Sent(self._orders.get(message.run, ()))
+                        first = self.hellos[message.run][0].start
+                        sent = sent or Sent(self._orders.get(message.run, ()), start, first)
                         for _, command in sent.answer_to(message):
                             connection.sendall(wire.frame(command))
                     elif isinstance(message, Layout):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import forked_ranks
 from fake_controller import Cut, FakeController, Order
+from free_ports import free_port
 
 from fp8watch.records import Command
 
@@ -45,9 +45,11 @@ class Launch:
     folder: Path
     codes: list[int]
     controller: FakeController
+    written: Mapping[str, str]
+    """File name -> what ranks had written down when this launch was over; a later one writes into the same files."""
 
     def lines(self, scenario: str, rank: int) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / f"{scenario}-{rank}.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in self.written[f"{scenario}-{rank}.jsonl"].splitlines()]
 
     def steps(self, scenario: str, rank: int) -> list[dict[str, Any]]:
         return [line for line in self.lines(scenario, rank) if "ended" not in line]
@@ -82,8 +84,7 @@ def launch(
     `folder` may hold what an earlier launch has left. `restarts`: how often torchrun starts all ranks anew when one
     has failed.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     sockets = Path(tempfile.mkdtemp(prefix="fp8w"))  # a socket's path is short
     controller = FakeController(sockets / "c.sock", orders, cuts)
     environment = {
@@ -113,4 +114,5 @@ def launch(
     if None in codes:
         said = "\n".join(log.read_text()[-3000:] for log in logs)
         raise AssertionError(f"ranks hang\n{said}")
-    return Launch(ranks, folder, [code for code in codes if code is not None], controller)
+    written = {path.name: path.read_text() for path in folder.glob("*.jsonl")}
+    return Launch(ranks, folder, [code for code in codes if code is not None], controller, written)

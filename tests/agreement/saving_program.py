@@ -50,6 +50,24 @@ class Net(nn.Module):
         return out
 
 
+class Owned(torch.optim.Optimizer):
+    """Each rank keeps the momentum of its parameters only, steps with these and sends them round, as distributed Muon
+    does: under DistributedDataParallel, with optimizer state that differs from rank to rank."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                owner = index % dist.get_world_size()
+                if owner == dist.get_rank():
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=group["lr"])
+                dist.broadcast(parameter, src=owner)
+
+
 class Job:
     def __init__(self, scenario: str, out: Path) -> None:
         self.scenario, self.out = scenario, out
@@ -59,10 +77,11 @@ class Job:
         self.file = (out / f"{scenario.replace(':', '-')}{'-again' * RESTARTS}-{self.rank}.jsonl").open(
             "w", buffering=1
         )
-        torch.manual_seed(0)
+        torch.manual_seed(self.rank if self.kind == "hand" else 0)
         self.inner = Net(dropout=0.0 if self.kind == "tp" else 0.2)
         self.model = self.wrap(self.inner)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        make = Owned if self.kind == "owned" else torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=20)
         inputs = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(1))
         data = TensorDataset(inputs, torch.arange(SAMPLES))
@@ -81,6 +100,8 @@ class Job:
         self.hurt()
 
     def wrap(self, inner: Net) -> nn.Module:
+        if self.kind == "hand":  # split up without anything that knows: experts, tensor parallel made by hand
+            return inner
         if self.kind in ("fsdp", "dcp"):
             from torch.distributed.device_mesh import init_device_mesh  # a second to load, which few need
             from torch.distributed.fsdp import fully_shard
@@ -98,7 +119,7 @@ class Job:
         return DistributedDataParallel(inner, find_unused_parameters=self.name == "ddp-preempted")
 
     def storage(self, folder: Path) -> dict[str, Any]:
-        if self.kind == "dcp":
+        if self.kind in ("dcp", "hand"):
             return {"format": "dcp", "background": "background" in self.name}
         if self.kind != "callback":
             return {}
@@ -121,6 +142,16 @@ class Job:
         """What goes wrong in this scenario, on one rank."""
         if self.scenario.startswith("resume:"):
             return
+        if "begin" in self.name and self.rank == 1:
+            make_folder = Path.mkdir
+
+            def mkdir(path: Path, *arguments: Any, **named: Any) -> None:
+                is_due = path.name == f".unfinished-step-{2 * EVERY:08d}-attempt-0.ranks"
+                if is_due and path.parent == self.manager.root:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                make_folder(path, *arguments, **named)
+
+            Path.mkdir = mkdir  # type: ignore[assignment]
         if "halfway" in self.name and self.rank == 1:
 
             def fail(*arguments: Any, **named: Any) -> None:
@@ -139,11 +170,11 @@ class Job:
         if "full" in self.name and self.rank == 1:
             real = underway.write_files
 
-            def write(folder: Path, files: dict[str, Any]) -> Any:
+            def write(folder: Path, files: dict[str, Any], common: Any = None) -> Any:
                 is_due = any(f"step-{step:08d}" in folder.name for step in (2 * EVERY, 3 * EVERY + 1))
                 if is_due and folder.parent == self.manager.root:
                     raise OSError(errno.ENOSPC, "No space left on device")
-                return real(folder, files)
+                return real(folder, files, common)
 
             underway.write_files = write
 

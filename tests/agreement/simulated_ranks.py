@@ -24,6 +24,7 @@ from fp8watch.training.agreement.base import MustStop
 from fp8watch.training.agreement.transport import TransportLost
 from fp8watch.training.boundary import Boundary
 
+START = "this start"
 TRACED = ("training/agreement/", "training/boundary.py", "simulated_ranks.py")
 
 
@@ -124,6 +125,9 @@ class Knobs:
         if applied.params.get("for_good"):
             raise ActionError("cannot be taken back")
         self._rank.state[applied.params["name"]] = applied.before["value"]
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        return ReadBack(ok=True)
 
 
 class Wire:
@@ -234,7 +238,8 @@ class Rank:
         boundary = Boundary(
             rank=self.number, actions=dict.fromkeys(ACTIONS, knobs),  # type: ignore[arg-type]
             capabilities=dict, journal=Memory(), agreement=agreement, disarm=Vetoes(self),  # type: ignore[arg-type]
-            mode="auto", send=self.results.append, attempt=lambda: 0, on_broken=self._stop, on_stop=self._stop,
+            mode="auto", send=self.results.append, attempt=lambda: 0, start=START,
+            on_broken=self._stop, on_stop=self._stop,
         )  # fmt: skip
         last = plan.lasts.get(self.number, plan.steps)
         for step in range(1, last + 1):
@@ -330,6 +335,6 @@ def knob(index: int, name: str = "knob", **fields: Any) -> Command:
     params = {"index": index, "name": name, "value": index + 1, **fields.pop("params", {})}
     values: dict[str, Any] = {
         "id": f"a{index}", "run": "r", "attempt": 0, "term": 1, "sequence": index + 1, "verb": "apply",
-        "action": "hold_lr", "params": params, "last_step": 1000,
+        "action": "hold_lr", "params": params, "last_step": 1000, "start": START,
     }  # fmt: skip
     return Command(**{**values, **fields})

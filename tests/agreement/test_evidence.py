@@ -68,6 +68,13 @@ def watched(steps: int = 80, *, rank: int = 0, **trouble: Any) -> Evidence:
     return evidence
 
 
+@pytest.mark.parametrize("tensors", [5, "a:input", {"a:input": 1}, True])
+def test_tensors_that_are_no_list_are_an_objection(tensors: Any) -> None:
+    found = watched(loss=math.nan).objection(order(tensors=tensors))
+    assert found is not None
+    assert "a list is wanted" in found
+
+
 @pytest.mark.parametrize("action", ["rollback", "bf16_all", "halt"])
 def test_nothing_seen_is_an_objection(action: str) -> None:
     found = watched().objection(order(action))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from fp8watch.identity import Identity
 from fp8watch.settings import Settings
 from fp8watch.training.agreement import AllRanks, ObserveOnly, SingleProcess
 from fp8watch.training.agreement import join as joining
+from fp8watch.training.agreement import start as starting
 from fp8watch.training.agreement.gloo import TwoLevels, shorten
 from fp8watch.training.agreement.join import Note, join, transport, why_not
+from fp8watch.training.agreement.peers import PeersLost
 from fp8watch.training.agreement.transport import TransportLost
 
 T = TypeVar("T")
@@ -145,14 +148,13 @@ def kept_store(monkeypatch) -> dist.Store:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
     monkeypatch.setattr(joining, "_store", lambda meeting: dist.PrefixStore(meeting, store))
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     return store
 
 
 def words_of_a_start(monkeypatch: pytest.MonkeyPatch, number: int) -> list[list[str]]:
     """What two ranks hear of each other in a start, of which the second comes later."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
     monkeypatch.setattr(joining, "_meetings", iter([0, 0]))
     joined = [join(identity(rank), Settings(), attempt=0, acts=False, policy="p") for rank in range(2)]
 
@@ -172,8 +174,59 @@ def test_ranks_that_torchrun_has_restarted_hear_nothing_of_those_before_them(kep
 
 
 def test_where_starts_cannot_be_told_apart_it_is_said(kept_store, monkeypatch, caplog):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     words_of_a_start(monkeypatch, 0)
     assert "an earlier start" not in caplog.text
     words_of_a_start(monkeypatch, 1)
     assert caplog.text.count("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 2
+
+
+def a_start(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], T], *, ranks: int = 2) -> list[T]:
+    """Ranks of a start; that of the highest number comes first, and rank 0 last."""
+    monkeypatch.setattr(joining, "_meetings", itertools.repeat(0))
+
+    def come(rank: int) -> T:
+        time.sleep(0.1 * (ranks - 1 - rank))
+        return work(rank)
+
+    return in_threads(ranks, come)
+
+
+def test_restarted_ranks_act_together_from_what_they_say_themselves(kept_store, monkeypatch, caplog):
+    """An earlier start went further: its words would have them begin attempt 8, each after it with others."""
+    for attempts in ([7, 8, 6], [2, 1, 0], [3, 3, 3]):
+        acting = lambda r, a=attempts: join(identity(r, 3), Settings(), attempt=a[r], acts=True, policy="p")  # noqa: E731
+        joined = a_start(monkeypatch, acting, ranks=3)
+        assert all(isinstance(j.agreement, AllRanks) and j.attempt == max(attempts) for j in joined), joined
+        assert in_threads(3, lambda r, j=joined: j[r].agreement.any_bad(r == 1, may_act=True)) == [True] * 3
+        words = in_threads(3, lambda r, j=joined, a=attempts: j[r].peers.exchange(f"{a[r]}", 10.0))
+        assert words == [[str(attempt) for attempt in attempts]] * 3
+        in_threads(3, lambda r, j=joined: (j[r].agreement.leave(0), j[r].agreement.close()))
+    assert "an earlier start" not in caplog.text
+
+
+@pytest.mark.parametrize("observer", [0, 1])
+def test_an_observing_rank_is_known_at_once_and_speaks_with_the_others(kept_store, monkeypatch, observer):
+    monkeypatch.setattr(starting, "HEED_SECONDS", 1.0)
+    began = time.monotonic()
+    joined = a_start(
+        monkeypatch, lambda r: join(identity(r, 3), Settings(), attempt=0, acts=r != observer, policy="p"), ranks=3
+    )
+    assert time.monotonic() - began < 20  # of 60
+    said = f"several ranks: the policy of rank {observer} only observes"
+    assert [j.agreement.unavailable for j in joined] == [None if r == observer else said for r in range(3)]
+    assert in_threads(3, lambda r: joined[r].peers.exchange(str(r), 10.0)) == [["0", "1", "2"]] * 3
+    # The next start's policy acts on all of them: the word of the observer is one of those before.
+    monkeypatch.setattr(starting, "HEED_SECONDS", 5.0)
+    again = a_start(monkeypatch, lambda r: join(identity(r, 3), Settings(), attempt=0, acts=True, policy="p"), ranks=3)
+    assert all(isinstance(j.agreement, AllRanks) for j in again), again
+    in_threads(3, lambda r: again[r].agreement.close())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_restarted_rank_that_finds_no_other_leaves_the_run_observed(kept_store, monkeypatch, rank):
+    a_start(monkeypatch, lambda r: join(identity(r), Settings(), attempt=0, acts=True, policy="p").agreement.close())
+    joined = join(identity(rank), Settings(join_seconds=0.3), attempt=0, acts=True, policy="p")
+    assert joined.agreement.unavailable == "several ranks: not all of them attached within 0.3 s"
+    with pytest.raises(PeersLost, match="not all ranks answered"):
+        joined.peers.exchange("alone", 0.3)

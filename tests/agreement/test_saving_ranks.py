@@ -19,7 +19,7 @@ from fp8watch.checkpoints import manifest
 TARGET = "step-00000010-attempt-0"
 SCENARIOS = [
     "ddp", "fsdp", "dcp-background", "callback", "tp", "ddp-truncated", "fsdp-flipped", "ddp-missing", "ddp-full",
-    "ddp-change", "ddp-halfway", "ddp-sigterm",
+    "ddp-change", "owned", "hand", "dcp-begin", "dcp-begin-background", "ddp-halfway", "ddp-sigterm",
 ]  # fmt: skip
 
 
@@ -30,6 +30,13 @@ def goes_back(run: str) -> list[Order]:
 
 ORDERS: dict[str, list[Order]] = {
     **{name: goes_back(name) for name in [*SCENARIOS, "ddp-preempted"]},
+    "dcp-begin": [Order(command=command("dcp-begin", 1, "checkpoint_now"), after=16)],
+    "dcp-begin-background": [
+        Order(
+            command=command("dcp-begin-background", 1, "rollback", params={"checkpoint": "step-00000015-attempt-0"}),
+            after=19,
+        )
+    ],
     "ddp-full": [
         Order(command=command("ddp-full", 1, "checkpoint_now"), after=14),
         Order(command=command("ddp-full", 2, "checkpoint_now"), after=19),
@@ -74,7 +81,9 @@ def four(folder: Path) -> Launch:
 
 @pytest.fixture(scope="module")
 def two(four: Launch) -> Launch:
-    names = ["resume:ddp", "resume:fsdp", "resume:dcp-background", "resume:ddp-sigterm"]
+    names = [
+        "resume:ddp", "resume:fsdp", "resume:dcp-background", "resume:owned", "resume:hand", "resume:ddp-sigterm",
+    ]  # fmt: skip
     return launch("saving_program.py", 2, names, four.folder, {}, with_torchrun=True)
 
 
@@ -103,10 +112,10 @@ def last(job: Launch, name: str, order: Order) -> dict[int, Any]:
     return {rank: results[-1] for rank, results in job.controller.answers(name, order.command).items()}
 
 
-WITHOUT_DAMAGE = ["ddp", "fsdp", "dcp-background", "callback", "tp"]
+WITHOUT_DAMAGE = ["ddp", "fsdp", "dcp-background", "callback", "tp", "owned"]
 
 
-@pytest.mark.parametrize("name", WITHOUT_DAMAGE)
+@pytest.mark.parametrize("name", [*WITHOUT_DAMAGE, "hand"])
 def test_all_ranks_go_back_at_one_step_and_repeat_it_bit_by_bit(four: Launch, name: str) -> None:
     """Loss, gradient norm, parameters, samples, learning rate and random numbers of each rank are those of before."""
     assert four.ends(name) == ["end"] * 4
@@ -149,13 +158,34 @@ def test_what_a_checkpoint_of_several_ranks_holds(four: Launch) -> None:
     fsdp = manifest.read(four.folder / "saved" / "fsdp" / TARGET)
     dcp = manifest.read(four.folder / "saved" / "dcp-background" / TARGET)
     assert (ddp.world_size, ddp.layout, fsdp.layout, dcp.storage) == (4, "replicas", "shards", "dcp")
-    assert set(ddp.files) == {"model.pt", "optimizer.pt", *(f"state-{rank:05d}.pt" for rank in range(4))}
+    assert len({part.optimizer_file for part in ddp.ranks}) == 1
+    optimizer = ddp.ranks[0].optimizer_file
+    assert set(ddp.files) == {"model.pt", optimizer, *(f"state-{rank:05d}.pt" for rank in range(4))}
+    owned = manifest.read(four.folder / "saved" / "owned" / TARGET)
+    assert len({part.optimizer_file for part in owned.ranks}) == 4
     assert {"model-00002.pt", "optimizer-00002.pt"} < set(fsdp.files)
     assert {"dcp/.metadata", "dcp/__3_0.distcp"} < set(dcp.files)
     assert ddp.samples == 10 * 4 * 4  # of all ranks
     assert len({part.parameter_checksum for part in ddp.ranks}) == 1
     assert len({part.parameter_checksum for part in fsdp.ranks}) == 4
     assert len({part.rng_sha256 for part in ddp.ranks}) == 4  # case: CKP-11
+
+
+# case: CKP-14
+@pytest.mark.parametrize("name", ["dcp-begin", "dcp-begin-background"])
+def test_no_rank_begins_what_one_cannot_begin(four: Launch, name: str) -> None:
+    """Nobody waits for it, the reason is said on all ranks, and the next ones are saved and restored."""
+    assert four.ends(name) == ["end"] * 4
+    saved = labels(four, name)
+    assert TARGET not in saved
+    assert saved["step-00000015-attempt-0"][0] == "candidate"
+    assert "pending" not in {label for label, _ in saved.values()}
+    for rank in range(4):
+        assert four.lines(name, rank)[-1]["failures"] == {"checkpoints": 1}
+        said = (four.folder / f"stderr-{rank}").read_text()
+        assert "checkpoint of step 10 could not be saved: rank 1: [Errno 28] No space left on device" in said
+    answers = last(four, name, ORDERS[name][0])
+    assert {(r.status, r.readback, r.detail) for r in answers.values()} == {("applied", "ok", "")}
 
 
 # case: CKP-03
@@ -198,7 +228,7 @@ def test_what_one_rank_cannot_change_for_the_replay_no_rank_changes(four: Launch
     answers = last(four, "ddp-change", ORDERS["ddp-change"][0])
     assert {(r.status, r.readback) for r in answers.values()} == {("applied", "failed")}
     assert "no room for it" in answers[2].detail
-    assert "another rank could not" in answers[0].detail
+    assert "failed on another rank" in answers[0].detail
     lines = [made(four, "ddp-change", rank) for rank in range(4)]
     assert all([a["checksum"] for a in rank] == [b["checksum"] for b in lines[0]] for rank in lines)
 
@@ -228,6 +258,24 @@ def test_copies_are_resumed_by_fewer_ranks(two: Launch) -> None:
     seen = {sample for rank in range(4) for line in made(two, "ddp", rank) for sample in line["ids"]}
     fresh = [sample for rank in lines for line in rank[:2] for sample in line["ids"]]
     assert not seen & set(fresh)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("owned", "each of 4 ranks had optimizer state of its own, here are 2"),
+        ("hand", "was another one on other ranks, and here are more or fewer of them"),
+    ],
+)
+def test_what_each_rank_had_of_its_own_is_refused_by_another_number_of_ranks(
+    two: Launch, name: str, reason: str
+) -> None:
+    for rank in range(2):
+        ended = two.lines(f"resume-{name}", rank)[-1]["ended"]
+        assert ended.startswith("CheckpointError")
+        assert reason in ended
+    assert {label for label, _ in labels(two, name).values()} <= {"candidate", "tainted"}
+    assert labels(two, name)["step-00000030-attempt-1"][0] == "candidate"
 
 
 def test_shards_are_refused_by_another_number_of_ranks_with_the_reason(two: Launch) -> None:

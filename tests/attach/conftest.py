@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from watched_training import RecordingChannel, Trainer
+from watched_training import START, RecordingChannel, Trainer
 
 import fp8watch.training.attachment as attachment
+from fp8watch.training.agreement import join as joining
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +16,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FP8WATCH_DIR", str(tmp_path / "fp8watch"))
     monkeypatch.setenv("FP8WATCH_REPORT", "0")
+    monkeypatch.setattr(joining, "new_start", lambda: START)
     yield
     for entry in list(attachment._attached):
         entry.watch.detach()

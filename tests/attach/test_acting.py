@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from watched_training import Trainer, command
+from watched_training import START, Trainer, command
 
 import fp8watch
 from fp8watch.errors import CheckpointError, Halted
@@ -48,6 +48,21 @@ def test_observe_changes_nothing_whatever_is_sent(trainer, channel):
     assert results(channel, "bf16_all") == [("vetoed", "pending")]
 
 
+def test_a_second_opinion_that_cannot_be_formed_is_a_veto(trainer, channel, monkeypatch):
+    def explode(*_):
+        raise TypeError("no such evidence")
+
+    monkeypatch.setattr("fp8watch.training.evidence.Evidence.objection", explode)
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    trainer.steps(watch, 2)
+    for sequence in range(1, 6):  # however often it fails
+        channel().replies.append(command("halt", id=f"a-{sequence}", sequence=sequence))
+        trainer.steps(watch, 1)
+    answers = [result for result in channel().of(CommandResult) if result.id.startswith("a-")]
+    assert [result.status for result in answers] == ["vetoed"] * 5
+    assert "no such evidence" in answers[-1].detail
+
+
 def test_halt_leaves_through_halted_only_and_keeps_the_run_from_starting(trainer, channel, tmp_path):
     watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto", run="doomed")
     trainer.steps(watch, 2)
@@ -59,6 +74,9 @@ def test_halt_leaves_through_halted_only_and_keeps_the_run_from_starting(trainer
     assert results(channel, "halt")[-1] == ("applied", "ok")
     assert channel().of(Goodbye)[-1].reason == "halted"
     assert not watch.is_attached
+    for _ in range(2):  # a loop that catches everything is told again at each boundary
+        with pytest.raises(Halted, match="test"):
+            trainer.steps(watch, 1)
     with pytest.raises(Halted, match="fp8watch runs release doomed"):
         fp8watch.attach(trainer.model, trainer.optimizer, policy="auto", run="doomed")
     from fp8watch.controller import markers
@@ -159,7 +177,9 @@ def test_tainted_checkpoints_are_not_resumed_from(tmp_path, channel):
     job = Job(tmp_path / "ckpt")
     job.train(10)
     old, new = channel().of(CheckpointRecord)
-    channel().replies.append(LedgerUpdate(run="r", checkpoint=new.checkpoint, label="tainted", reason="onset 7"))
+    channel().replies.append(
+        LedgerUpdate(run="r", checkpoint=new.checkpoint, label="tainted", reason="onset 7", start=START)
+    )
     job.train(11)
     job.watch.detach()
     again = Job(tmp_path / "ckpt")

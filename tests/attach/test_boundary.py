@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watched_training import command
+from watched_training import START, command
 
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.checkpoints.restore import PartlyRestored
@@ -55,7 +55,11 @@ class Knob:
         return ReadBack(ok=self.value == applied.params["value"], observed={"value": self.value})
 
     def revert(self, applied: Applied) -> None:
-        self.value = applied.before["value"]
+        if not self.is_no_op:
+            self.value = applied.before["value"]
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        return ReadBack(ok=self.value == applied.before["value"], observed={"value": self.value})
 
 
 class Rig:
@@ -78,6 +82,7 @@ class Rig:
             mode=mode,  # type: ignore[arg-type]
             send=self.results.append,
             attempt=lambda: self.attempt,
+            start=START,
             on_broken=self.broken.append,
         )
 
@@ -131,9 +136,17 @@ def test_effect_that_never_shows_is_a_failed_readback(rig):
 
 def test_revert_puts_back_what_was(rig):
     rig.run(1, clip())
-    (result,) = rig.run(2, clip(verb="revert", sequence=2))
-    assert (result.verb, result.status, result.readback) == ("revert", "applied", "ok")
+    reverted, confirmed = rig.run(2, clip(verb="revert", sequence=2))
+    assert (reverted.verb, reverted.status, reverted.readback) == ("revert", "applied", "pending")
+    assert (confirmed.verb, confirmed.readback, confirmed.observed) == ("revert", "ok", {"value": 0.0})
     assert rig.knob.value == 0.0
+    assert rig.boundary.is_idle
+
+
+def test_a_revert_that_does_nothing_is_reported_as_failed(rig):
+    rig.run(1, clip())
+    rig.knob.is_no_op = True
+    assert [r.readback for r in rig.run(2, clip(verb="revert", sequence=2))] == ["pending", "failed"]
 
 
 def test_revert_of_what_this_process_never_applied_fails(rig):

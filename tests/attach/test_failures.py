@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from watched_training import RecordingChannel, Trainer
+from watched_training import START, RecordingChannel, Trainer
 
 import fp8watch
 from fp8watch.records import LedgerUpdate, StepFrame
@@ -118,6 +118,7 @@ def test_unwritable_directory_is_one_warning_and_training_goes_on(trainer, monke
     caplog.clear()
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("FP8WATCH_DIR", str(tmp_path / "file" / "fp8watch"))
+    monkeypatch.setenv("FP8WATCH_START_SECONDS", "60")  # one that is waited for in vain would be warned of, too
     watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
     assert trainer.steps(watch, 5) == expected
     assert watch._session.uplink.await_agent(20.0)
@@ -152,10 +153,12 @@ def test_verdicts_on_checkpoints_that_rotation_removed_do_not_switch_labels_off(
     )
     link = channel()
     for _ in range(2 * FAILURES_TO_DISABLE):
-        link.replies.append(LedgerUpdate(run=watch.run, checkpoint="step-00000000-attempt-0", label="good", reason=""))
+        link.replies.append(
+            LedgerUpdate(run=watch.run, checkpoint="step-00000000-attempt-0", label="good", start=START)
+        )
     trainer.steps(watch, 1)
     link.replies.append(
-        LedgerUpdate(run=watch.run, checkpoint="step-00000001-attempt-0", label="tainted", reason="onset")
+        LedgerUpdate(run=watch.run, checkpoint="step-00000001-attempt-0", label="tainted", reason="onset", start=START)
     )
     trainer.steps(watch, 1)
     assert watch.failures == {}

@@ -19,7 +19,7 @@ from fp8watch.transport.process import AgentProcess
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(dir=tmp_path / "fp8watch", metrics_port=0, report=False)
+    return Settings(dir=tmp_path / "fp8watch", metrics_port=0, report=False, start_seconds=60.0)
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def may_start(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         start(process)
 
     monkeypatch.setattr(AgentProcess, "start", start_late)
+    monkeypatch.setattr("fp8watch.training.watch.CLOSE_SECONDS", 60.0)
     return event
 
 

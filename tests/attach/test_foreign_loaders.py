@@ -99,3 +99,18 @@ def test_other_handles_of_that_kind_are_named_and_raise_nothing_of_theirs(traine
     handle: Any = (Called if name == "mesh" else Proxy)(KeyError("no such field"))
     with pytest.raises(fp8watch.errors.BadInput, match=f": {name}: "):
         fp8watch.attach(trainer.model, trainer.optimizer, **{name: handle})
+
+
+def test_a_sampler_that_could_not_be_told_its_epoch_is_known_before_a_rollback_needs_it() -> None:
+    class Sampler(torch.utils.data.SequentialSampler):
+        epoch = 3
+
+        @property
+        def set_epoch(self) -> Any:
+            raise KeyError("set_epoch")
+
+    rows = [torch.full((2,), float(number)) for number in range(3)]
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=None, sampler=Sampler(rows))  # type: ignore[arg-type]
+    batches = Batches(loader)
+    assert [float(batch[0]) for batch in batches] == [0.0, 1.0, 2.0]
+    assert "not observable: DataLoader raises KeyError" in (batches.unavailable or "")

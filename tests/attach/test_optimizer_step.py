@@ -35,6 +35,61 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+class Closed(torch.optim.LBFGS):
+    """An optimizer that makes its gradients inside its step."""
+
+
+def test_an_optimizer_that_wants_a_closure_is_offered_neither_clip_nor_skip(channel):
+    trainer = Trainer()
+    trainer.optimizer = Closed(trainer.model.parameters(), max_iter=2)
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    assert "closure" in watch.capabilities["skip_update"]
+    assert "closure" in watch.capabilities["tighten_clip"]
+
+    def closure():
+        trainer.optimizer.zero_grad()
+        loss = trainer.loss()
+        loss.backward()
+        watch.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        return loss
+
+    watch.step(trainer.optimizer.step(closure))
+    assert watch.capabilities["tighten_clip"] == "", "the loop clips inside the closure"
+    assert "closure" in watch.capabilities["skip_update"]
+    assert watch.failures == {}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it traces its optimizer
+def test_a_compiled_caller_of_the_optimizer_gets_no_graph_of_ours(channel):
+    """`torch.compile` around `optimizer.step()`, as PyTorch's tutorial has it."""
+    import torch._dynamo
+
+    def graphs(*, watched: bool) -> tuple[int, list[torch.Tensor]]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trainer = Trainer(fp8=False)
+        trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=torch.tensor(1e-2))
+        watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto") if watched else None
+        update = torch.compile(lambda: trainer.optimizer.step(), backend="eager")
+        for _ in range(3):
+            loss = trainer.loss()
+            loss.backward()
+            update()
+            trainer.optimizer.zero_grad()
+            if watch is not None:
+                watch.step(loss)
+        if watch is not None:
+            assert watch.failures == {}
+            watch.detach()
+        counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return counted, [p.detach().clone() for p in trainer.model.parameters()]
+
+    bare, expected = graphs(watched=False)
+    watched, found = graphs(watched=True)
+    assert watched == bare
+    assert same(found, expected)
+
+
 def warmup(trainer: Trainer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.LinearLR(trainer.optimizer, start_factor=0.1, total_iters=4)
 

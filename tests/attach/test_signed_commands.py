@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from watched_training import command
+from watched_training import START, command
 
 import fp8watch
 from fp8watch.errors import BadInput
@@ -64,17 +65,62 @@ def test_a_signed_command_is_not_done_twice(trainer, channel, signer):
     assert limits(channel)[-1] == 10.0
 
 
+@pytest.mark.parametrize(
+    ("start", "status", "detail"),
+    [
+        ("the last start", "expired", "decided for another start of this run"),
+        ("", "vetoed", "names no start of the run: controller or agent is of an earlier version"),
+    ],
+)
+def test_what_was_signed_for_another_start_is_refused_and_answered(trainer, channel, signer, start, status, detail):
+    """A run of the same name that is new here: attempt, term and last step are all as they would be for this one."""
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    old = signer.command(command("tighten_clip", params={"factor": 0.001}, start=start))
+    channel().replies.append(old)
+    trainer.steps(watch, 4, clip=10.0)
+    assert limits(channel) == [10.0] * 4
+    (answer,) = channel().of(CommandResult)
+    assert (answer.id, answer.status, answer.detail, answer.start) == (old.id, status, detail, start)
+    # Nor is it in the way of one for this start, under the same id and number.
+    channel().replies += [old, signer.command(command("tighten_clip", params={"factor": 0.1}))]
+    trainer.steps(watch, 4, clip=10.0)
+    assert limits(channel)[-1] == 1.0
+    channel().replies.append(old)
+    trainer.steps(watch, 2, clip=10.0)
+    last = channel().of(CommandResult)[-1]
+    assert (last.status, last.start) == (status, start), "not the answer to the one that was done"
+
+
 def test_a_checkpoint_is_not_relabelled_by_a_stranger(trainer, channel, signer, tmp_path):
     watch = fp8watch.attach(trainer.model, trainer.optimizer, checkpoints=fp8watch.Checkpoints(tmp_path / "c", every=2))
     trainer.steps(watch, 2)
     (saved,) = watch._session.checkpoint_records()
-    update = LedgerUpdate(run=saved.run, checkpoint=saved.checkpoint, label="tainted")
-    channel().replies.append(update)
+    update = LedgerUpdate(run=saved.run, checkpoint=saved.checkpoint, label="tainted", start=START)
+    of_before = [msgspec.structs.replace(update, start=start) for start in ("the last start", "")]
+    channel().replies += [update, *map(signer.ledger, of_before)]
     trainer.steps(watch, 1)
     assert watch._session.checkpoint_records()[0].label != "tainted"
     channel().replies.append(signer.ledger(update))
     trainer.steps(watch, 1)
     assert watch._session.checkpoint_records()[0].label == "tainted"
+
+
+def test_labels_that_come_again_are_neither_taken_nor_called_forged(trainer, channel, signer, tmp_path, caplog):
+    """An agent that was started again reads all that was ever said, from the beginning."""
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, checkpoints=fp8watch.Checkpoints(tmp_path / "c", every=2))
+    trainer.steps(watch, 2)
+    (saved,) = watch._session.checkpoint_records()
+    labels = [
+        signer.ledger(LedgerUpdate(run="r", checkpoint=saved.checkpoint, label=label, start=START, issued_ns=number))
+        for number, label in enumerate(("good", "candidate"), 1)
+    ]
+    channel().replies += [*labels, *labels]
+    trainer.steps(watch, 1)
+    channel().replies.append(labels[0])
+    trainer.steps(watch, 1)
+    assert watch._session.checkpoint_records()[0].label == "candidate"
+    assert channel().dropped == {}
+    assert "signature" not in caplog.text
 
 
 def test_a_bad_key_is_found_before_anything_starts(trainer, channel, monkeypatch):

@@ -19,6 +19,10 @@ from fp8watch.transport.pending import Outgoing, as_message
 T = TypeVar("T")
 
 
+START = "this start"
+"""What the tests' attaches call their start (`Hello.start`), so that commands can be made beforehand."""
+
+
 class RecordingChannel:
     """Stands in for the transport: no thread, no process."""
 
@@ -103,7 +107,7 @@ def command(name: str, step: int = 10_000, **fields: Any) -> Command:
     """A command with the usual identity; `fields` override."""
     values: dict[str, Any] = {
         "id": f"a-{name}", "run": "r", "attempt": 0, "term": 1, "sequence": 1, "verb": "apply",
-        "action": name, "params": {}, "last_step": step,
+        "action": name, "params": {}, "last_step": step, "start": START,
     }  # fmt: skip
     return Command(**{**values, **fields})
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -43,7 +44,12 @@ class Model(nn.Module):
 
 
 class PlainRun:
-    def __init__(self, root: Path, *, scheduler: Any = None, scaler: Any = None, **config: Any) -> None:
+    _writers: ClassVar[weakref.WeakValueDictionary[Path, CheckpointManager]] = weakref.WeakValueDictionary()
+
+    def __init__(
+        self, root: Path, *, scheduler: Any = None, scaler: Any = None, opens: bool = True, **config: Any
+    ) -> None:
+        """`opens` False: the test gives it a manager."""
         torch.manual_seed(0)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -56,14 +62,20 @@ class PlainRun:
         self.attempt = 0
         self.step_number = 0
         self.config = Checkpoints(root, **config)
-        self.manager = self.open()
+        if opens:
+            self.manager = self.open()
 
     def open(self) -> CheckpointManager:
-        """A new manager on the same directory, as after a restart."""
+        """A new manager on the same directory, as after a restart: what the process before it had locked is free."""
         ticks = iter(range(1000, 10**9))
-        return CheckpointManager(
+        root = Path(self.config.path)
+        if (before := self._writers.get(root)) is not None:
+            assert before._owner is not None
+            before._owner.release()
+        manager = self._writers[root] = CheckpointManager(
             self.config, self.parts, run="r", attempt=lambda: self.attempt, clock=lambda: float(next(ticks))
         )
+        return manager
 
     def step(self) -> float:
         inputs = torch.randn(8, 4)

@@ -9,67 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_run import PlainRun
+from ranked_runs import Ranks, name_of
 
-from fp8watch.checkpoints import elastic, manifest, underway
-from fp8watch.checkpoints import manager as managers
-from fp8watch.checkpoints.manager import CheckpointManager
+from fp8watch.checkpoints import elastic, ledger, manifest, owner, underway
 from fp8watch.checkpoints.quick_sum import PIECE_BYTES, quick_sums
 from fp8watch.checkpoints.restore import Unfit
 from fp8watch.errors import CheckpointError
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Ranks:
-    """`world_size` runs whose managers believe to be ranks of one job."""
-
-    def __init__(self, root: Path, world_size: int = 2, **config: Any) -> None:
-        self.clock = Clock()
-        self.runs = []
-        for rank in range(world_size):
-            run = PlainRun(root, **config)
-            run.manager = CheckpointManager(
-                run.config,
-                run.parts,
-                run="r",
-                attempt=lambda: 0,
-                monotonic=self.clock,
-                rank=rank,
-                world_size=world_size,
-            )
-            self.runs.append(run)
-
-    def __iter__(self) -> Any:
-        return iter(self.runs)
-
-    def step(self, steps: int = 1) -> None:
-        for run in self.runs:
-            torch.manual_seed(run.step_number)  # copies stay copies
-            run.run(steps)
-
-    def save(self, step: int) -> list[str]:
-        """Every rank saves, then every rank comes to its next boundary."""
-        labels = [run.manager.save(step).label for run in self.runs]
-        for run in self.runs:
-            run.manager.poll()
-        return labels
-
-
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks hold copies, as under DistributedDataParallel."""
-    monkeypatch.setattr(managers, "layout_of", lambda model, optimizer, world_size: "replicas")
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:08d}-attempt-0"
 
 
 # case: CKP-03
@@ -100,7 +45,9 @@ def test_a_step_is_saved_once_by_every_rank(tmp_path: Path) -> None:
         assert run.manager.save(1).checkpoint == first.checkpoint == name_of(1)
     ranks.runs[0].manager.poll()
     assert ranks.runs[1].manager.save(1).checkpoint == name_of(1)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ledger.json", name_of(1)]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        owner.NAME, ledger.COPY, "ledger.json", name_of(1),
+    ]  # fmt: skip
 
 
 def test_only_the_first_rank_writes_the_ledger(tmp_path: Path) -> None:
@@ -183,7 +130,8 @@ def test_copies_are_saved_once_and_restored_everywhere(tmp_path: Path) -> None:
     ranks.runs[1].model.norm.running_mean.fill_(7.0)  # type: ignore[union-attr, operator]  # each rank has its own
     ranks.save(2)
     files = set(manifest.read(tmp_path / name_of(2)).files)
-    assert files == {"model.pt", "optimizer.pt", "state-00000.pt", "state-00001.pt"}
+    (optimizer,) = (name for name in files if name.startswith("optimizer-"))
+    assert files == {"model.pt", optimizer, "state-00000.pt", "state-00001.pt"}
     bits = [run.bits() for run in ranks]
     random = torch.get_rng_state()
     ranks.step(2)

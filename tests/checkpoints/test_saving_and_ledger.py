@@ -19,7 +19,7 @@ import pytest
 import torch
 from plain_run import PlainRun
 
-from fp8watch.checkpoints import Checkpoints
+from fp8watch.checkpoints import Checkpoints, ledger, owner
 from fp8watch.checkpoints.place import Place
 from fp8watch.checkpoints.space import expected_bytes
 from fp8watch.errors import CheckpointError
@@ -58,7 +58,9 @@ def test_a_full_disk_is_reported_and_leaves_the_old_ones(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [record.checkpoint for record in run.manager.records()] == [name]
-    assert sorted(entry.name for entry in run.manager.root.iterdir()) == ["ledger.json", name]
+    assert sorted(entry.name for entry in run.manager.root.iterdir()) == [
+        owner.NAME, ledger.COPY, "ledger.json", name,
+    ]  # fmt: skip
     run.step()
     assert run.manager.restore(name).step == 2
 
@@ -84,8 +86,9 @@ def test_a_disk_that_will_be_too_small_is_said_at_the_start(tmp_path: Path, monk
 
 
 @pytest.fixture
-def as_nobody() -> Iterator[Path]:
+def as_nobody(tmp_path: Path) -> Iterator[Path]:
     """A folder that this process may write to, as a user whom permissions bind (root's do not)."""
+    PlainRun(tmp_path).save()  # imports what is imported late from where that user may not be able to read
     folder = Path(tempfile.mkdtemp(prefix="fp8w"))
     is_root = os.geteuid() == 0
     folder.chmod(0o777)
@@ -213,6 +216,7 @@ def test_a_lost_ledger_and_lost_folders(tmp_path: Path) -> None:
         run.step()
         names.append(run.save())
     (tmp_path / "ledger.json").write_text('{"version": 1, "checkpo')
+    (tmp_path / ledger.COPY).unlink()
     (tmp_path / names[1] / "manifest.json").unlink()
     again = run.open()
     assert [record.checkpoint for record in again.records()] == [names[0], names[2]]

@@ -215,6 +215,12 @@ def _accepts(path: Path) -> bool:
     return True
 
 
+def holder(store: RedisStore) -> str:
+    """Name that the active controller was started with, without the suffix that makes it one of its own."""
+    held = store.link.client.get(LEASE)
+    return held.decode().partition(":")[2].rpartition("-")[0] if held else ""
+
+
 def settle(made: Cluster, job: Job) -> RedisStore:
     """The store, once there is a leader and the job's run is being judged."""
     store = made.redis.store()

@@ -31,11 +31,13 @@ class Agents:
         self._redis.sadd(ACTIVE, "r")
         for rank, node in enumerate(NODES):
             self._redis.set(KEYS.presence(node), "1")
-            self.put(node, make.hello("r", rank=rank, world_size=len(NODES), attempt=self.attempt))
+            entry = self.put(node, make.hello("r", rank=rank, world_size=len(NODES), attempt=self.attempt))
+            self._redis.hset(KEYS.ranks, f"{rank}@{node}", entry)
 
-    def put(self, node: str, message: Uplink) -> None:
+    def put(self, node: str, message: Uplink) -> bytes:
         entry = msgspec.msgpack.encode(self._sealers[node].seal(wire.pack(message)))
         self._redis.xadd(KEYS.frames, {"k": "n" if isinstance(message, NodeFrame) else "m", "e": entry})
+        return entry
 
     def frame(self, node: str, step: int, loss: float = 2.0) -> None:
         rank = NODES.index(node)

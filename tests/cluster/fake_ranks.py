@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import secrets
 import select
 import socket
 import time
@@ -61,10 +62,14 @@ class Nodes(Protocol):
 class FakeRank:
     """A rank as far as its agent can tell: sends frames, obeys commands at the next step, once each."""
 
-    def __init__(self, path: Path, run: str, rank: int, world: int, policy: str = POLICY) -> None:
+    def __init__(
+        self, path: Path, run: str, rank: int, world: int, policy: str = POLICY, start: str = "a start"
+    ) -> None:
         self.path, self.run, self.rank, self.world, self.policy = path, run, rank, world, policy
+        self.start = start
         self.step = 0
         self.applied: list[Command] = []
+        self.of_other_starts: list[Command] = []
         self.ledger: list[LedgerUpdate] = []
         self.repeated = 0
         self.answers: dict[tuple[str, str], CommandResult] = {}
@@ -94,7 +99,7 @@ class FakeRank:
             wire_version=wire.WIRE_VERSION, run=self.run, attempt=0, rank=self.rank, local_rank=self.rank,
             world_size=self.world, pid=1000 + self.rank, host="h", time_unix=time.time(), step=self.step,
             policy=self.policy, policy_name="test", capabilities=dict.fromkeys(ACTIONS, ""),
-            journal_term=self.newest[0],
+            journal_term=self.newest[0], start=self.start,
         )  # fmt: skip
 
     def layout(self) -> Layout:
@@ -160,7 +165,9 @@ class FakeRank:
             self.ledger.append(reply)
         elif isinstance(reply, Command):
             known = self.answers.get((reply.id, reply.verb))
-            if known is not None:  # as the journal does: answered again, never done twice
+            if reply.start != self.start:
+                self.of_other_starts.append(reply)
+            elif known is not None:  # as the journal does: answered again, never done twice
                 self.repeated += 1
                 self.send(known)
             elif reply not in self._waiting:
@@ -169,6 +176,7 @@ class FakeRank:
     def _obey(self, command: Command) -> None:
         answer = {
             "id": command.id, "run": self.run, "attempt": 0, "rank": self.rank, "verb": command.verb, "step": self.step,
+            "start": command.start,
         }  # fmt: skip
         if (command.term, command.sequence) <= self.newest:
             result = CommandResult(**answer, status="vetoed", detail="older than what was begun already")  # type: ignore[arg-type]
@@ -197,7 +205,8 @@ class Job:
     def __init__(self, made: Nodes, run: str, nodes: dict[str, int], policy: str = POLICY) -> None:
         world = sum(nodes.values())
         owners = [node for node, count in nodes.items() for _ in range(count)]
-        self.ranks = [FakeRank(made.socket(node), run, rank, world, policy) for rank, node in enumerate(owners)]
+        start = secrets.token_hex(16)
+        self.ranks = [FakeRank(made.socket(node), run, rank, world, policy, start) for rank, node in enumerate(owners)]
         self.run = run
         made.on_end.append(self.close)
 

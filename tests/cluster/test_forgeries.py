@@ -73,11 +73,14 @@ def test_forged_commands_frames_approvals_and_memory_get_nothing_done(tmp_path: 
 
         # Approvals of what waits.
         action = waiting(store, job)
-        verdict = Approval(run="r", action_id=action.id, verdict="approve", by="nobody", time_unix=time.time())
-        store.approve(verdict)
+
+        def verdict(about: ActionRecord, ring: KeyRing | None) -> Approval:
+            return approvals.give(about, "approve", by="somebody", time_unix=time.time(), ring=ring)
+
+        store.approve(verdict(action, None))
         job.train(3)
         wait_for(lambda: "not signed by a command line" in controller.text(), what="a refusal")
-        store.approve(approvals.sign(verdict, COMMANDS))
+        store.approve(verdict(action, COMMANDS))
         wait_for(lambda: controller.text().count("not signed by a command line") >= 2, what="a second refusal")
         time.sleep(1.2)  # looked at again and again while the action waits, and said once
         assert controller.text().count("not signed by a command line") == 2
@@ -98,8 +101,7 @@ def test_forged_commands_frames_approvals_and_memory_get_nothing_done(tmp_path: 
         def is_applied() -> bool:
             job.train(2, nan_every=2)
             for action in actions(store):
-                genuine = Approval(run="r", action_id=action.id, verdict="approve", by="me", time_unix=time.time())
-                store.approve(approvals.sign(genuine, CONSOLE))
+                store.approve(verdict(action, CONSOLE))
             return bool(rank.applied)
 
         wait_for(is_applied, 25, "the action")

@@ -40,6 +40,7 @@ def test_only_the_node_that_holds_a_rank_can_lose_it(store: RedisStore, end: Upl
     program._join("r")
     hello = make.hello("r", policy=POLICY)
     program._take([Entered("r", "1-0", hello, "a"), Entered("r", "2-0", make.layout("r"), "a")])
+    program.runs.lost("r", 0)  # node a has fallen silent
     # The rank goes on at node b, and what node a has to say of it comes late (or is another's doing).
     program._take([Entered("r", "3-0", hello, "b"), Entered("r", "4-0", end, "a")])
     record = program.runs.state("r")
@@ -47,7 +48,8 @@ def test_only_the_node_that_holds_a_rank_can_lose_it(store: RedisStore, end: Upl
     assert record.state == "running"
     assert program._has_ranks("r")
     assert program.inflow.refused["r", "other_node"] == 1
-    program._take([Entered("r", "5-0", end, "b")])
+    of_b = RankLost(run="r", rank=0, node="b") if isinstance(end, RankLost) else end
+    program._take([Entered("r", "5-0", of_b, "b")])
     assert not program._has_ranks("r")
     assert program.inflow.refused["r", "other_node"] == 1
 

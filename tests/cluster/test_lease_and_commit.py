@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import cluster_parts as parts
 import msgspec
@@ -81,6 +83,31 @@ def test_only_one_holds_it_and_each_holder_has_a_higher_term(store: RedisStore) 
     assert first.acquire() is None
 
 
+def test_a_name_that_begins_or_ends_with_another_is_another_holder(store: RedisStore) -> None:
+    held = Lease(store.link, "ctrl-10", 5.0, Clock())
+    assert held.acquire() is not None
+    for name in ("ctrl-1", "ctrl", "10", "l-10", "1:ctrl-10", "c"):
+        other = Lease(store.link, name, 5.0, Clock())
+        assert other.acquire() is None, name
+        assert other.seen == "1:ctrl-10"
+    again = Lease(store.link, "ctrl-10", 5.0, Clock())
+    assert again.acquire() is not None
+
+
+def test_two_controllers_of_one_name_do_not_take_each_others_lease(tmp_path: Path) -> None:
+    with parts.cluster(tmp_path) as made:
+        for _ in range(2):
+            made.controller("ctrl")
+        log = made.controllers[0]
+        parts.wait_for(lambda: log.text().count("stands by at") == 2 and "active under" in log.text(), what="both")
+        time.sleep(4.0)  # longer than a lease
+        assert log.text().count("active under") == 1
+        store = made.redis.store()
+        assert store.link.client.get(TERM) == b"1"
+        assert store.link.client.get(LEASE).startswith(b"1:ctrl-")
+        store.close()
+
+
 # case: RED-15
 # case: DST-06
 def test_a_holder_steps_down_by_its_own_monotonic_clock(store: RedisStore) -> None:
@@ -104,11 +131,11 @@ def test_a_lease_whose_end_was_put_off_by_a_clock_set_back_does_not_keep_everybo
     store.link.client.set(TERM, 1)
     lease = Lease(store.link, "two", 0.05, Clock())
     assert lease.acquire() is None
-    taken = parts.wait_for(lease.acquire, 5.0, "the end of the other's lease")
+    taken = parts.wait_for(lease.acquire, what="the end of the other's lease")
     assert taken.term == 2
-    store.link.client.set(LEASE, "3:other", px=400)
-    assert Lease(store.link, "three", 0.05, Clock()).acquire() is None
-    assert store.link.client.pttl(LEASE) > 300, "a lease that is merely longer than ours is left alone"
+    store.link.client.set(LEASE, "3:other", px=50_000)
+    assert Lease(store.link, "three", 6.0, Clock()).acquire() is None
+    assert store.link.client.pttl(LEASE) > 30_000, "a lease that is merely longer than ours is left alone"
 
 
 def test_lost_terms_do_not_wedge_and_are_noticed_as_lost(store: RedisStore) -> None:
@@ -235,7 +262,7 @@ def test_a_message_that_redis_interrupted_is_dealt_with_again_and_those_after_it
     entries = [Entered("r", f"{n}-0", goodbye("r", n), "n") for n in (1, 2, 3)]
     taken: list[int] = []
 
-    def take(message: Goodbye, entry_id: str) -> list[object]:
+    def take(message: Goodbye, entry_id: str, node: str) -> list[object]:
         if message.step == 2 and 2 not in fails:
             fails.append(2)
             raise Interrupted(redis_py.ConnectionError("away"))

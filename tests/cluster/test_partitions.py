@@ -8,9 +8,8 @@ from pathlib import Path
 import cluster_parts as parts
 import isolation
 import pytest
-from cluster_parts import NAN_EVERY, Job, wait_for
+from cluster_parts import NAN_EVERY, Job, holder, wait_for
 
-from fp8watch.controller.cluster.redis_keys import LEASE
 from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import Finding, StepFrame
 
@@ -24,11 +23,6 @@ pytestmark = [
 def net() -> Iterator[isolation.Network]:
     with isolation.network() as made:
         yield made
-
-
-def holder(store: RedisStore) -> str:
-    held = store.link.client.get(LEASE)
-    return held.decode().partition(":")[2] if held else ""
 
 
 def judged(store: RedisStore) -> int:

@@ -143,8 +143,8 @@ RECORDS = [kind for kind in KINDS.values() if kind not in ("run", "frame")]
 NAMED = {
     "frames": KEYS.frames, "commands": KEYS.commands, "run": KEYS.run, "order": KEYS.order, "state": KEYS.state,
     "approvals": KEYS.approvals, "fence": KEYS.fence, "ranks": KEYS.ranks, "disarm": KEYS.disarm, "lease": LEASE,
-    "presence": KEYS.presence("n0"), "term": TERM, "runs": RUNS, "active": ACTIVE, "nodes": NODES,
-    "all disarmed": DISARM, **{kind: KEYS.kind(kind) for kind in RECORDS},
+    "presence": KEYS.presence("n0"), "contested": KEYS.contested("n0"), "term": TERM, "runs": RUNS, "active": ACTIVE,
+    "nodes": NODES, "all disarmed": DISARM, **{kind: KEYS.kind(kind) for kind in RECORDS},
     **{f"{kind} order": KEYS.kind_order(kind) for kind in RECORDS},
 }  # fmt: skip
 WRITES: dict[str, tuple[str, ...]] = {
@@ -158,14 +158,17 @@ WRITES: dict[str, tuple[str, ...]] = {
 MAY_KEEP = {"EXPIRE", "PERSIST"}
 ALLOWED: dict[str, dict[str, set[str]]] = {
     "agent": {
-        "frames": {"XADD", "XTRIM"}, "ranks": {"HSET", "HDEL"}, "presence": {"SET"}, "active": {"SADD"},
-        "nodes": {"HSET"},
+        "frames": {"XADD", "XTRIM", "PERSIST"}, "ranks": {"HSET", "HDEL", "PERSIST"}, "presence": {"SET"},
+        "active": {"SADD"}, "nodes": {"HSET"}, **{name: {"PERSIST"} for name in ("commands", "state", "fence")},
     },
     "controller": {
         "frames": {"XACK", "XAUTOCLAIM"} | MAY_KEEP, "commands": {"XADD"} | MAY_KEEP, "ranks": MAY_KEEP,
-        "state": {"HSET"} | MAY_KEEP, "fence": {"HSET"} | MAY_KEEP, "run": {"SET"}, "order": {"INCRBY"},
-        "runs": {"SADD"}, "active": {"SREM"}, "lease": {"SET", "DEL", "PEXPIRE"}, "term": {"SET", "DEL", "PEXPIRE"},
-        **{kind: {"HSET"} for kind in RECORDS}, **{f"{kind} order": {"ZADD"} for kind in RECORDS},
+        "state": {"HSET"} | MAY_KEEP, "fence": {"HSET"} | MAY_KEEP, "run": {"SET", "UNLINK"},
+        "order": {"INCRBY", "UNLINK"}, "approvals": {"UNLINK"}, "nodes": {"HDEL"},
+        "runs": {"SADD", "SREM"}, "active": {"SREM"}, "lease": {"SET", "DEL", "PEXPIRE"}, "term": {"SET", "DEL", "PEXPIRE"},
+        "contested": {"SET", "DEL"},
+        **{kind: {"HSET", "UNLINK"} for kind in RECORDS},
+        **{f"{kind} order": {"ZADD", "UNLINK"} for kind in RECORDS},
     },
     "console": {"approvals": {"HSET"}, "disarm": {"SET", "DEL"}, "all disarmed": {"SET", "DEL"}},
 }  # fmt: skip
@@ -175,11 +178,12 @@ ALWAYS = {
 }  # fmt: skip
 READS = {"get", "smembers", "hmget", "hgetall", "hvals", "zrange", "xrange"}
 COMMANDS = {
-    "agent": ALWAYS | {"xadd", "xtrim", "hset", "hdel", "exists", "set", "sadd", "xread"},
+    "agent": ALWAYS | {"xadd", "xtrim", "hset", "hdel", "exists", "set", "sadd", "xread", "get", "hget", "persist"},
     "controller": ALWAYS | {
         "eval", "get", "set", "del", "pexpire", "pttl", "hmget", "hset", "xreadgroup", "xautoclaim", "xack", "xadd",
         "xgroup|create", "xgroup|delconsumer", "xinfo|groups", "xinfo|consumers", "expire", "persist", "hvals",
-        "exists", "sadd", "smembers", "srem", "incrby", "zadd", "zrange",
+        "exists", "sadd", "smembers", "srem", "incrby", "zadd", "zrange", "xrange", "sscan", "sismember", "hscan",
+        "hdel", "unlink",
     },
     "console": ALWAYS | READS | {"info", "hset", "set", "del"},
 }  # fmt: skip
@@ -218,7 +222,7 @@ def test_nobody_may_write_more_than_the_table_says(made: Cluster) -> None:
             name for name, key in NAMED.items()
             if b"OK" in {outside.execute_command("ACL DRYRUN", "fp8watch-agent", *c) for c in _reads(key)}
         }  # fmt: skip
-        assert readable == {"commands"}, "an agent reads what is sent to it, and nothing else"
+        assert readable == {"commands", "contested", "nodes"}, "what is sent to it, and who has its name"
 
 
 def _reads(key: str) -> list[tuple[str, ...]]:

@@ -46,8 +46,9 @@ def test_ranks_are_announced_again_after_what_waited(
         time.sleep(away_seconds)
         server.start()
         parts.wait_for(lambda: not thread.is_away and spool.is_empty, what="the way back")
-        time.sleep(0.5)
         store = server.store()
+        parts.wait_for(lambda: len(messages(store)) >= (6 if is_long else 4), what="all that is to be said")
+        time.sleep(0.5)  # and nothing more
         found = messages(store)
         store.close()
     finally:

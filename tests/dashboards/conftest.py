@@ -1,4 +1,4 @@
-"""Certificates are made by what makes them for the stores' tests."""
+"""Certificates and ports come from what makes them for the stores' tests."""
 
 from __future__ import annotations
 

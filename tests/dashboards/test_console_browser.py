@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import urllib.request
 
 import dashboard_runs as runs
 import pytest
+from free_ports import free_port
 
 from fp8watch.controller.stores.sqlite import SqliteStore
 
@@ -32,12 +32,6 @@ CUT_OFF = """() => [...document.querySelectorAll(
   .map(e => e.innerText)"""
 """Texts of the page's head that are wider than the room they have."""
 pytestmark = pytest.mark.browser
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.fixture
@@ -78,11 +72,14 @@ def test_the_page_paints_its_charts_and_follows_the_run(served):
         page.wait_for_selector(".js-plotly-plot .scatterlayer path.js-line", timeout=60_000)
         page.wait_for_selector(".js-plotly-plot .heatmaplayer image", timeout=60_000)
         assert page.get_by_test_id("stMetricValue").all_inner_texts()[:2] == ["240", "1"]
-        assert page.locator("text=repair_scale").count() >= 1
+        page.locator("text=repair_scale").first.wait_for(state="attached", timeout=60_000)
         assert page.get_by_test_id("stException").count() == 0
         page.set_viewport_size({"width": 800, "height": 1900})
         page.wait_for_timeout(500)
-        assert page.evaluate(CUT_OFF) == []
+        deadline = time.monotonic() + 30  # until it is laid out anew
+        while (cut_off := page.evaluate(CUT_OFF)) and time.monotonic() < deadline:
+            page.wait_for_timeout(100)
+        assert cut_off == []
 
         page.goto(f"{address}/?run=growing-run")
         page.wait_for_function(
@@ -93,5 +90,5 @@ def test_the_page_paints_its_charts_and_follows_the_run(served):
         page.wait_for_function(
             "document.querySelector('[data-testid=stMetricValue]')?.innerText == '61'", timeout=30_000
         )
-        assert "1.2500" in page.get_by_test_id("stMetricValue").all_inner_texts()
+        page.get_by_test_id("stMetricValue").filter(has_text="1.2500").wait_for(timeout=30_000)
         browser.close()

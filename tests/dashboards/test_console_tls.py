@@ -14,11 +14,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import dashboard_runs as runs
 import pytest
 import tls_servers
+from free_ports import free_port
 from typer.testing import CliRunner
 from websockets.sync.client import connect
 
@@ -69,8 +71,7 @@ def served(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """The console's own command, started with all the keys there are."""
     home = tmp_path_factory.mktemp("home")
     runs.write_healthy(home, steps=20)
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     output = home / "console.log"
     options = ["--dir", str(home), "--host", "127.0.0.1", "--port", str(port)]
     options += ["--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")]
@@ -179,3 +180,28 @@ def test_the_command_says_what_is_wrong_and_ends_with_2() -> None:
     done = CliRunner().invoke(app, ["--host", "0.0.0.0"])
     assert done.exit_code == 2
     assert done.stderr.startswith("command line:1: --host: 0.0.0.0 is not loopback")
+
+
+def test_a_certificate_that_browsers_refuse_is_said_and_served(certificates: Path, tmp_path: Path) -> None:
+    ended = datetime.now(UTC) - timedelta(hours=1)
+    tls_servers.dated(
+        certificates, "ended", "ours", begins=ended - timedelta(days=9), ends=ended, subject="IP:127.0.0.1"
+    )
+    listening = Listening(
+        host="127.0.0.1", port=1, tls_cert=certificates / "ended.crt", tls_key=certificates / "ended.key"
+    )
+    listening.check()
+    (said,) = listening.remarks()
+    assert said.startswith(f"{certificates / 'ended.crt'}: the certificate has expired on ")
+    assert Listening(host="127.0.0.1", port=1).remarks() == []
+    options = ["--dir", str(tmp_path), "--host", "127.0.0.1", "--port", str(free_port())]
+    options += ["--tls-cert", str(listening.tls_cert), "--tls-key", str(listening.tls_key)]
+    # All up to the start of the server, in whose place a program that does nothing is put.
+    program = "import os, sys; os.execve = lambda *a: sys.exit(7); from fp8watch_dashboards.cli import app; app()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options], env=environment, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    assert f"warning: {said}" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,7 @@ import dashboard_runs as runs
 import msgspec
 import numpy as np
 import pytest
+from free_ports import free_port
 
 from fp8watch.columns import pack
 from fp8watch.records import ActionRecord, Finding
@@ -77,6 +77,8 @@ class Prometheus:
             with urllib.request.urlopen(address, timeout=5) as response:
                 return json.load(response)["data"]["result"]
         except urllib.error.HTTPError as error:
+            if error.code == 503:
+                return []  # up, and not ready yet
             raise AssertionError(f"{expr}: {error.read().decode()}") from error
         except OSError:
             return []  # not up yet
@@ -98,8 +100,7 @@ def prometheus(tmp_path_factory):
         exporter.start("127.0.0.1", 0)
     config = folder / "prometheus.yml"
     config.write_text(CONFIG.replace("TARGETS", ", ".join(f"'{exporter.target}'" for exporter in exporters)))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [
@@ -126,7 +127,8 @@ def prometheus(tmp_path_factory):
                 state.drop(RUN, "malformed")
                 state.store_error(RUN)
             server.wait(f'count(fp8watch_steps_total{{run="{RUN}"}} == {STEPS}) == 2')
-            time.sleep(1.2)  # a second sample with the new values
+            # A second sample with the new values; of this series they are the first.
+            server.wait(f'min(count_over_time(fp8watch_findings_total{{run="{RUN}"}}[1m])) >= 2')
             yield server
         finally:
             process.kill()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typer.testing import CliRunner
 from fp8watch import columns, wire
 from fp8watch.cli import build
 from fp8watch.controller.cluster.program import ClusterProgram
-from fp8watch.controller.cluster.redis_keys import ACTIVE, RunKeys
+from fp8watch.controller.cluster.redis_keys import ACTIVE, LEASE, RunKeys
 from fp8watch.controller.stores.base import Approval
 from fp8watch.controller.stores.redis import RedisStore
 from fp8watch.records import (
@@ -37,6 +36,7 @@ from fp8watch.records import (
     Layout,
     NodeFrame,
     RankLost,
+    StepFrame,
     TraceEntry,
     Uplink,
 )
@@ -46,6 +46,7 @@ from fp8watch.security.envelope import Sealer
 
 pytestmark = pytest.mark.redis
 NODES = ("a", "b")
+INTRUDER = "c"
 KEYS = RunKeys("r")
 
 
@@ -54,7 +55,7 @@ class ClusterRun:
 
     def __init__(self, store: RedisStore) -> None:
         self.store, self.redis = store, store.link.client
-        self.sealers = {node: Sealer(node, 1, None) for node in NODES}
+        self.sealers = {node: Sealer(node, 1, None) for node in (*NODES, INTRUDER)}
         self.step = self.attempt = 0
         self.pid, self.now, self.scale = 100, 1_000_000.0, 56.0
         self.is_broken = False
@@ -66,12 +67,12 @@ class ClusterRun:
         self.hello()
 
     def new_controller(self, name: str, *, keeps_memory: bool = True) -> None:
-        """The last one dies without a word; another comes once its lease is over."""
+        """The last one dies without a word; another comes once its lease is over, which is now."""
         if name != "first":
-            time.sleep(0.35)
+            self.redis.delete(LEASE)
             if not keeps_memory:
                 self.redis.hdel(KEYS.state, "memory")
-        self.program = program = ClusterProgram(self.store.link, holder=name, lease_seconds=0.3)
+        self.program = program = ClusterProgram(self.store.link, holder=name, lease_seconds=60.0)
         read = program.inflow.read
         program.inflow.read = lambda block_ms=1: read(block_ms)  # type: ignore[method-assign]
         self.rounds()
@@ -110,6 +111,20 @@ class ClusterRun:
             self.redis.hset(KEYS.ranks, str(rank), msgspec.msgpack.encode(Sealer(node, 1, None).seal(wire.pack(hello))))
             self.put(node, hello)
             self.put(node, layout)
+
+    def intrude(self) -> None:
+        """Another run of that name on another node, some steps ahead."""
+        hello = Hello(
+            wire_version=wire.WIRE_VERSION, run="r", attempt=self.attempt, rank=0, local_rank=0, world_size=1, pid=7,
+            host=INTRUDER, time_unix=self.now, step=self.step, policy=None,
+        )  # fmt: skip
+        self.put(INTRUDER, hello)
+        for step in range(self.step + 1, self.step + 5):
+            frame = NodeFrame(
+                run="r", attempt=self.attempt, node=INTRUDER, rank=0, step=step, layout_id=1, time_unix=self.now,
+                ranks=[0], scalars=[{"loss": math.nan, "grad_norm": math.nan}],
+            )  # fmt: skip
+            self.put(INTRUDER, frame)
 
     def train(self, until: int, *, every: int = 5) -> None:
         for _ in range(1000):
@@ -190,8 +205,10 @@ def record(store: RedisStore) -> None:
     run.dies_at = 63  # in the middle of what it has read and not committed
     run.train(130)  # breaks at 95, is rolled back, scales go wrong at 120 and are repaired
     run.new_controller("third", keeps_memory=False)
+    run.intrude()
     run.train(160)
     run.restart_training(150)
+    run.intrude()
     run.train(260)
     (waiting, *_) = [item for item in store.read("r", ActionRecord) if item.status == "waiting"]
     store.approve(Approval(run="r", action_id=waiting.id, verdict="approve", by="mara", time_unix=1.0))
@@ -240,6 +257,14 @@ def test_the_run_has_everything_in_it(store: RedisStore) -> None:
     done = [item.action for item in store.read("r", ActionRecord) if item.readback == "ok"]
     assert {"rollback", "repair_scale", "tighten_clip"} <= set(done)
     assert {entry.attempt for entry in store.read("r", TraceEntry)} == {0, 1, 2}
+
+
+def test_what_a_node_sends_that_does_not_hold_the_run_is_in_nothing(store: RedisStore) -> None:
+    senders = {frame.node for _, frame in store.node_frames("r")}
+    assert senders == set(NODES)
+    lost = [frame.step for frame in store.read("r", StepFrame) if math.isnan(frame.scalars["loss"])]
+    assert lost
+    assert max(lost) < 130, "none of the intruder's, which came first"
 
 
 def test_live_and_replayed_decision_logs_are_equal_to_the_byte(store: RedisStore) -> None:

@@ -60,7 +60,7 @@ def test_that_nothing_was_found_is_said_of_what_was_read_and_of_nothing_else(tmp
 def test_a_log_without_steps_is_said_to_have_none(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_text("step,loss\n")
-    assert told(path) == (0, "nothing was read\n", ["note: run: there are no steps in it"])
+    assert told(path) == (0, "nothing was read\n", [f"note: run ({path}): there are no steps in it"])
     assert told(path, "jsonl")[1] == ""
 
 
@@ -317,7 +317,7 @@ def test_an_output_that_fails_is_not_the_inputs_fault(tmp_path: Path, out_format
     out.write("a line")
     with pytest.raises(OutputFailed) as caught:
         replay([path], out_format=out_format, out=out, err=err)
-    assert str(path) not in err.getvalue()
+    assert f"{path}:" not in err.getvalue()
     assert caught.value.is_unread is isinstance(error, BrokenPipeError)
 
 

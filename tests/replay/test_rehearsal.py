@@ -49,6 +49,7 @@ def rehearsed(log: Path, mode: str = "auto", **assumptions: Any) -> tuple[list[d
     policy = parse(POLICY.replace("MODE", mode))
     assert replay([log], policy, out=out, err=io.StringIO(), assumptions=Assumptions(**assumptions)) == 0
     rows = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert {row.pop("path") for row in rows} == {str(log)}
     return [row for row in rows if "action" in row], rows[-1]["summary"]
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import redis
+from free_ports import free_port
 
 REDIS_KINDS = ("redis", "redis-cluster")
 SERVER = "/usr/bin/redis-server" if Path("/usr/bin/redis-server").exists() else "redis-server"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
@@ -61,10 +56,7 @@ class Server:
 
 def cluster_of_one(folder: Path) -> Server:
     """A Redis Cluster whose one node holds all slots: multi-key calls across slots are refused as in a large one."""
-    port = free_port()
-    while port > 55_000:  # the cluster's own port is 10,000 higher
-        port = free_port()
-    server = Server(folder, "--cluster-enabled", "yes", port=port)
+    server = Server(folder, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     server.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
     until(lambda: b"cluster_state:ok" in _raw(server))
     return server

@@ -71,7 +71,8 @@ def test_a_signed_verdict_is_one_that_the_controller_counts(
     assert "approved, signed" in result.stdout
     assert result.stderr == ""
     (given,) = waiting.approvals("r")
-    assert approvals.verify(given, load_ring(from_environment(), "approval"))
+    (action,) = waiting.read("r", ActionRecord)
+    assert approvals.refusal(given, action, load_ring(from_environment(), "approval")) == ""
 
 
 def test_where_redis_is_trusted_an_unsigned_verdict_is_given_with_a_warning(
@@ -103,6 +104,20 @@ def test_a_nodes_folder_says_in_which_redis_its_records_are(tmp_path: Path, monk
     endpoint.write(tmp_path, place)
     result = call("runs", "list", "--dir", str(tmp_path))
     assert f"whose records are in {address}: set FP8WATCH_REDIS_URL" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("actions", "list"), ("actions", "list", "r"), ("actions", "approve", "r-1.0001"), ("actions", "refuse", "x"),
+     ("runs", "list"), ("runs", "show", "r"), ("incident", "list"), ("disarm",)],
+)  # fmt: skip
+def test_a_shell_without_the_clusters_address_is_told_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("FP8WATCH_REDIS_URL", raising=False)
+    result = call(*command, "--dir", str(tmp_path))
+    assert result.exit_code == (0 if command == ("runs", "list") else 3)
+    assert f"under {tmp_path}; for a cluster's runs set FP8WATCH_REDIS_URL" in result.output
 
 
 def test_a_run_is_shown_with_the_address_of_its_redis(waiting: RedisStore) -> None:

@@ -53,12 +53,12 @@ def test_no_password_is_ever_shown() -> None:
 def test_a_blocking_read_ends_before_the_socket_gives_up(store: RedisStore) -> None:
     """An idle stream is no error: what is waited for in Redis is well under what the connection waits for."""
     assert redis_link.BLOCK_MS / 1000 < redis_link.CALL_SECONDS / 2
-    link = redis_link.connect(_url(store), call_seconds=0.4)
+    link = redis_link.connect(_url(store), call_seconds=1.0)
     with contextlib.closing(link):
-        assert link.client.get_connection_kwargs()["socket_timeout"] == 0.4
+        assert link.client.get_connection_kwargs()["socket_timeout"] == 1.0
         assert not link.client.xread({"nothing": "$"}, block=200)
         with pytest.raises(redis.TimeoutError):
-            link.client.xread({"nothing": "$"}, block=3000)
+            link.client.xread({"nothing": "$"}, block=4000)
 
 
 def _url(store: RedisStore) -> str:
@@ -72,13 +72,13 @@ def test_a_frozen_server_is_noticed_and_not_waited_for(tmp_path: Path) -> None:
 
     server = redis_servers.Server(tmp_path)
     try:
-        store = RedisStore(redis_link.connect(server.url, call_seconds=0.3))
+        store = RedisStore(redis_link.connect(server.url, call_seconds=1.0))
         store.append("r", [frame(1)])
         os.kill(server.process.pid, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(redis.TimeoutError):
             store.append("r", [frame(2)])
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 10.0
         os.kill(server.process.pid, signal.SIGCONT)
         store.append("r", [frame(3)])
         store.close()

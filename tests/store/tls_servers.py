@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from datetime import datetime
 from pathlib import Path
 
 import redis as redis_py
 import redis_servers
+from free_ports import free_port
 
 
 def openssl(folder: Path, *arguments: str) -> None:
@@ -33,6 +35,36 @@ def certificate(folder: Path, name: str, signer: str, subject: str) -> None:
     )  # fmt: skip
 
 
+CA_SETTINGS = """[ca]
+default_ca = dated
+[dated]
+database = index
+new_certs_dir = .
+rand_serial = yes
+default_md = sha256
+policy = any
+copy_extensions = copy
+unique_subject = no
+[any]
+commonName = supplied
+"""
+
+
+def dated(folder: Path, name: str, signer: str, *, begins: datetime, ends: datetime, subject: str) -> None:
+    """A certificate and key `name` of an authority, valid between two moments (UTC), in the past or not."""
+    openssl(
+        folder, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}",
+        "-addext", f"subjectAltName={subject}", "-keyout", f"{name}.key", "-out", f"{name}.csr",
+    )  # fmt: skip
+    (folder / "index").write_text("")
+    (folder / "ca.cnf").write_text(CA_SETTINGS)
+    openssl(
+        folder, "ca", "-config", "ca.cnf", "-batch", "-notext", "-cert", f"{signer}.crt", "-keyfile", f"{signer}.key",
+        "-startdate", f"{begins:%Y%m%d%H%M%SZ}", "-enddate", f"{ends:%Y%m%d%H%M%SZ}", "-in", f"{name}.csr",
+        "-out", f"{name}.crt",
+    )  # fmt: skip
+
+
 def protect(folder: Path, name: str, copy: str) -> None:
     """A copy of a private key that takes a password."""
     openssl(folder, "ec", "-in", f"{name}.key", "-aes256", "-passout", "pass:secret", "-out", f"{copy}.key")
@@ -42,7 +74,7 @@ class TlsServer(redis_servers.Server):
     """Speaks TLS only; asks its clients for a certificate of `ours`."""
 
     def __init__(self, folder: Path, name: str, *, asks_clients: bool) -> None:
-        self.port, self.folder = redis_servers.free_port(), folder
+        self.port, self.folder = free_port(), folder
         command = [
             redis_servers.SERVER, "--port", "0", "--tls-port", str(self.port), "--bind", "127.0.0.1", "--save", "",
             "--dir", str(folder), "--tls-cert-file", f"{name}.crt", "--tls-key-file", f"{name}.key",

@@ -1,4 +1,4 @@
-"""A busy agent that answers while it still has much to read gets all of it, though the trainer is leaving."""
+"""A busy agent that answers while it still has much to read gets everything, although the trainer is leaving."""
 
 from __future__ import annotations
 

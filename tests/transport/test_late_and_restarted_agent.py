@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -88,10 +89,10 @@ def test_what_happens_before_the_agent_is_up_is_found_in_its_own_step(
     home: Path, make_channel: Callable[[int], Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy machine starts the process seconds after training began."""
-    start = AgentProcess.start
+    start, has_trained = AgentProcess.start, threading.Event()
 
     def start_late(process: AgentProcess) -> None:
-        time.sleep(0.5)  # on the transport thread
+        has_trained.wait(60.0)  # on the transport thread
         start(process)
 
     monkeypatch.setattr(AgentProcess, "start", start_late)
@@ -100,6 +101,7 @@ def test_what_happens_before_the_agent_is_up_is_found_in_its_own_step(
     for step in range(1, 101):
         channel.send(frame(step, loss=math.nan if step == 3 else 2.0))
     assert not channel.is_connected
+    has_trained.set()
     channel.send(Goodbye(run="r", rank=0, step=100))
     channel.close(30.0)
     until(lambda: (found := endpoint.read(home, "r")) and found.state == "ended")
@@ -135,7 +137,7 @@ def test_frames_that_die_with_the_process_are_counted(home: Path, make_channel: 
     os.kill(before.pid, signal.SIGSTOP)  # takes nothing in any more, and its socket does
     for step in range(2, 41):
         channel.send(frame(step))
-    time.sleep(1.0)
+    until(lambda: not len(channel._queue))
     os.kill(before.pid, signal.SIGKILL)
     until(lambda: (found := endpoint.read(home, "r")) and found.pid != before.pid)
     step = 40
@@ -144,7 +146,7 @@ def test_frames_that_die_with_the_process_are_counted(home: Path, make_channel: 
         channel.send(frame(step))
         time.sleep(0.05)
     lost = sorted(set(range(1, seen[-1] + 1)) - set(seen))
-    assert len(lost) >= 39, "they were on their way"
+    assert len(lost) >= 38, "they were on their way, but for one that may have been in hand"
     until(lambda: unseen(home, "missing") == len(lost))
 
 
@@ -163,5 +165,5 @@ def test_an_agent_that_never_was_is_not_waited_for_at_the_end(tmp_path: Path, ca
     channel.send(frame(1))
     started = time.monotonic()
     channel.close(10.0)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 8.0
     assert "1 messages were not sent: no agent at" in caplog.text

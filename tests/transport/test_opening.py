@@ -1,4 +1,4 @@
-"""Whenever a connection is made, the agent can place every message that follows on it: attempt, step and layout."""
+"""Whenever a connection is made, the agent knows attempt, step and layout of every message that follows on it."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_a_late_agent_is_told_everything_in_order(tmp_path: Path, num_before: in
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(os.fspath(path))
             listener.listen(1)
-            listener.settimeout(5)
+            listener.settimeout(20)
             peer, _ = listener.accept()
             for message in TRAINING[num_before:]:
                 channel.send(message)
             with peer:
-                peer.settimeout(5)
+                peer.settimeout(20)
                 splitter = wire.Splitter()
                 received: list[Message] = []
                 while len(received) < len(TRAINING) + 2:

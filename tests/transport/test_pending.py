@@ -1,4 +1,4 @@
-"""A frame that is put together by whoever needs it: once, the same for all, and a failure costs that frame alone."""
+"""A frame is put together by whoever needs it first: once, equal for all, and a failure costs only that frame."""
 
 from __future__ import annotations
 

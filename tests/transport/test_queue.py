@@ -1,4 +1,4 @@
-"""The outgoing queue: order, bounds, and what is preferred when there is no room."""
+"""The outgoing queue: order, bounds, and what is kept when there is no room."""
 
 from __future__ import annotations
 

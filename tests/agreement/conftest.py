@@ -1,0 +1,8 @@
+"""Ports come from what finds them for the stores' tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
