@@ -1,14 +1,13 @@
-"""What watching costs on a GPU: blocks of steps of two equal trainings, bare and watched, alternating in one process.
+"""Cost of watching on a GPU: blocks of steps of two equal trainings, bare and watched, alternating in one process.
 
     python bench/capture.py [--shape gpu-bound|launch-bound|torchao|many-tensors|all] [--pairs N] [--out FILE]
 
-Needs Transformer Engine (torchao for that shape). Every block is timed by the wall clock between two
-synchronisations, so host and device time both count. The ratio is watched over bare of neighbouring blocks; its median
-and a bootstrap 95 % interval are reported, the raw block times stand beside them. The two trainings change roles
-halfway. A standing agent takes the frames, as it would on a node. Two kinds of watched blocks: every amax and scale at
-every step; and besides, element counts of every cast one step in ten. A logging step is then set against one of
-Transformer Engine's own debug features, each step timed alone. CPU time is that of the training thread inside fp8watch,
-measured apart from the blocks.
+Needs Transformer Engine (torchao for that shape). Every block is timed by the wall clock between two synchronisations,
+so both host and device time count. The ratio is watched over bare of neighbouring blocks; its median and a bootstrap
+95 % interval are reported, with the raw block times. The two trainings change roles halfway. A standing agent takes the
+frames, as on a node. There are two kinds of watched blocks: with every amax and scale in every step, and with element
+counts of every cast in one step of ten as well. A logging step is also compared with one of Transformer Engine's own
+debug features, each step timed alone. CPU time is that of the training thread inside fp8watch, measured separately.
 
 Rows of shapes that are not run stay in the result file; each row names the code that it was measured with. On one H200
 allow 300 s for the GPU-bound shape, 450 s for the launch-bound one, 200 s for torchao, a minute for many tensors.
@@ -57,7 +56,7 @@ MOST_CPU_US = 400.0
 LEAST_CHEAPER = 20.0
 MOST_BYTES = 64 * 1024**2
 STEPS_COMPILED = 10
-"""A block of torchao's."""
+"""Steps per block of the torchao shape."""
 EVERY = {"statistics_every": 1_000_000, "what_if_every": 0, "shadow_every": 0}
 SAMPLED = {"statistics_every": 10, "what_if_every": 0, "shadow_every": 0, "overhead_budget": 1.0}
 
@@ -65,7 +64,7 @@ SAMPLED = {"statistics_every": 10, "what_if_every": 0, "shadow_every": 0, "overh
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=[*SHAPES, "torchao", "all"], default=["all"])
-    parser.add_argument("--pairs", type=int, help="pairs of blocks, of each kind (default: as the noise of each asks)")
+    parser.add_argument("--pairs", type=int, help="pairs of blocks of each kind (default: depends on its noise)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "capture_h200.json")
     chosen = parser.parse_args()
     names = [*SHAPES, "torchao"] if "all" in chosen.shape else chosen.shape
@@ -76,13 +75,13 @@ def main() -> int:
             for row in measure(name, chosen.pairs):
                 rows.append(row)
                 print(f"{describe(row)} ({time.perf_counter() - started:.0f} s)", flush=True)
-                write(chosen.out, rows, " ".join(["python", *sys.argv]))  # what is measured is kept
+                write(chosen.out, rows, " ".join(["python", *sys.argv]))  # so that nothing measured is lost
     return 0 if all(row["pass"] for row in rows) else 1
 
 
 @contextmanager
 def agent() -> Iterator[None]:
-    """A node's agent in a process of its own."""
+    """A node's agent in its own process."""
     folder = Path(tempfile.mkdtemp())
     socket = folder / "agent.sock"
     os.environ |= {
@@ -101,7 +100,7 @@ def agent() -> Iterator[None]:
 
 
 def attach(training: Training, run: str, options: dict[str, Any]) -> Any:
-    """A watch with settings of the measurement's own."""
+    """A watch with the settings of this measurement."""
     import fp8watch
     from fp8watch.settings import from_environment
 
@@ -111,7 +110,7 @@ def attach(training: Training, run: str, options: dict[str, Any]) -> Any:
 
 
 def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
-    """The rows of one shape, each as soon as it is there."""
+    """The rows of one shape, each as soon as it is measured."""
     if name == "many-tensors":
         yield memory_row()
         return
@@ -124,7 +123,7 @@ def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
             training.step(None)
     training = trainings[0]
     shape = "x".join(str(value) for value in SHAPES[name].values())
-    for options in (EVERY, SAMPLED):  # kernels are compiled, allocations made
+    for options in (EVERY, SAMPLED):  # warm up: compiles kernels and allocates memory
         watch = attach(training, f"{name}-warm", options)
         for _ in range(4):
             training.step(watch)
@@ -146,8 +145,8 @@ def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
 
 
 def cpu_row(training: Training, shape: str) -> dict[str, Any]:
-    """CPU time of the training thread inside fp8watch a step."""
-    # Its steps wait for the host: no launch waits for room in the device's queue, and none has to be waited for.
+    """CPU time of the training thread inside fp8watch per step."""
+    # Its steps wait for the host: the device's queue never fills, so no synchronisation is needed.
     found = measure_cpu(training, attach(training, "cpu", EVERY), lambda: None)
     return {
         "name": "training thread", "shape": shape, **found, "bar": MOST_CPU_US, "pass": found["cpu_us"] <= MOST_CPU_US
@@ -155,7 +154,7 @@ def cpu_row(training: Training, shape: str) -> dict[str, Any]:
 
 
 def row(name: str, shape: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, ratio and interval of paired blocks."""
+    """Medians, ratio and interval for paired blocks."""
     ratios = [w / b for w, b in zip(times["watched"], times["bare"], strict=True)]
     low, high = bootstrap(ratios)
     return {
@@ -166,7 +165,7 @@ def row(name: str, shape: str, times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def host_syncs(training: Training, watch: Any) -> int:
-    """Waits for the device in ten watched steps, one of them sampled, as torch reports them."""
+    """Number of waits for the device in ten watched steps, one of them sampled, as torch reports them."""
     for _ in range(5):
         training.step(watch)
     torch.cuda.synchronize()
@@ -181,7 +180,7 @@ def host_syncs(training: Training, watch: Any) -> int:
 
 
 def step_times(training: Training, watch: Any, steps: int) -> dict[str, list[Any]]:
-    """Milliseconds of each step alone, and which of them were sampled."""
+    """Milliseconds of each step, timed alone, and which steps were sampled."""
     times = []
     for _ in range(steps):
         torch.cuda.synchronize()
@@ -194,7 +193,7 @@ def step_times(training: Training, watch: Any, steps: int) -> dict[str, list[Any
 
 
 def against_te(name: str, shape: str, ours: dict[str, list[Any]]) -> dict[str, Any]:
-    """What a logging step adds to a plain one: ours and Transformer Engine's debug features."""
+    """Extra time of a logging step: ours, and that of Transformer Engine's debug features."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("capture_te_debug.py")), name, "22"],
         capture_output=True, text=True,
@@ -212,18 +211,18 @@ def against_te(name: str, shape: str, ours: dict[str, list[Any]]) -> dict[str, A
 
 
 def plain(times: dict[str, list[Any]]) -> float:
-    """Median of the steps without logging, the first two left out."""
+    """Median of the steps without logging, except the first two."""
     return statistics.median(ms for ms, is_logged in list(zip(*times.values(), strict=True))[2:] if not is_logged)
 
 
 def logging_extra(times: dict[str, list[Any]]) -> float:
-    """Median of logging steps over that of the others; at least 1 us."""
+    """Median of logging steps minus that of the others, in ms; at least 1 us."""
     logged = [ms for ms, is_logged in list(zip(*times.values(), strict=True))[2:] if is_logged]
     return max(statistics.median(logged) - plain(times), 1e-3)
 
 
 def torchao_row(pairs: int) -> dict[str, Any]:
-    """Two copies, one watched from before it was compiled: a graph cannot be watched and bare in turn."""
+    """Two copies, one watched since before it was compiled, because a graph cannot be bare and watched in turn."""
     shape = {"layers": 6, "width": 4096, "batch": 8, "length": 2048}
     bare, watched = Torchao(**shape), Torchao(**shape)
     watch = attach(watched, "torchao", EVERY)
@@ -244,7 +243,7 @@ def torchao_row(pairs: int) -> dict[str, Any]:
 
 
 def memory_row() -> dict[str, Any]:
-    """GPU memory of a watch on 1,680 tensors, sampled steps included."""
+    """GPU memory that a watch takes for 1,680 tensors, sampled steps included."""
     training = TransformerEngine(**SHAPES["many-tensors"])
     for _ in range(4):
         training.step(None)
@@ -282,7 +281,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
-    """The result in the format of bench/README.md; rows of other shapes stay."""
+    """Write the result in the format of bench/README.md; rows of other shapes are kept."""
     import transformer_engine
 
     names = {row["name"] for row in rows}

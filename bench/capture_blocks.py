@@ -14,10 +14,10 @@ from capture_training import Training
 from fp8watch.capture import patches
 
 SETTLE = 15
-"""Watched steps before the first block, in which layout and kernels settle."""
+"""Watched steps before the first block, until layout and kernels have settled."""
 
 Times = dict[str, list[float]]
-"""Milliseconds a step, `bare` and `watched`, pair by pair."""
+"""Milliseconds per step, `bare` and `watched`, pair by pair."""
 
 
 def alternate(
@@ -29,14 +29,14 @@ def alternate(
     pairs: int,
     group: int = 1,
 ) -> Times:
-    """Blocks of `steps` steps, timed, behind `lead` steps that are not; which comes first changes from pair to pair.
+    """Time blocks of `steps` steps, each after `lead` untimed steps. Which arm comes first changes from pair to pair.
 
-    The mean of `group` consecutive pairs is one sample: short blocks, between which the machine changes little, where
-    only several of them hold one sampled step. The two trainings change roles halfway, so that neither arm owns the
-    copy that lies better in memory. A watch is attached for half of the pairs at a time: what attaching and the first
-    steps cost is not in it. Python collects garbage between blocks only, as trainers that care about step times do.
-
-    The transport thread sends a block's last frame while the next block runs: with `lead` in its untimed step.
+    The mean of `group` consecutive pairs is one sample. So blocks can be short, with little change of the machine
+    between them, even if only several of them include a sampled step. The two trainings change roles halfway, so that
+    neither arm keeps the copy with the better place in memory. A watch is attached for half of the pairs at a time; the
+    cost of attaching and of the first steps is not included. Python collects garbage between blocks only, as trainers
+    that care about step times do. The transport thread sends a block's last frame during the next block, with `lead`
+    in an untimed step of it.
     """
     times: Times = {"bare": [], "watched": []}
     for bare, watched in (trainings, trainings[::-1]):
@@ -60,7 +60,7 @@ def alternate(
 
 
 def block(training: Training, watch: Any | None, lead: int, steps: int) -> float:
-    """Milliseconds a step."""
+    """Milliseconds per step."""
     for _ in range(lead):
         training.step(watch)
     gc.collect(0)

@@ -1,4 +1,4 @@
-"""CPU time of the training thread inside fp8watch, entry point by entry point."""
+"""CPU time of the training thread inside fp8watch, by entry point."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 WARM, STEPS = 80, 60
-"""Steps before, until what is kept of the last 64 frames takes the place of older ones, and measured ones."""
+"""Steps before the measurement, until the last 64 frames that are kept begin to replace older ones; measured steps."""
 
 
 class Meter:
-    """Adds up the thread's CPU time inside wrapped functions; one inside another counts once."""
+    """Adds up the thread's CPU time inside wrapped functions; nested calls count once."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
-        """`synchronize` is called before each measurement: a launch waits for room in the device's queue where that is
-        full, and it would have been the next launch that waits."""
+        """`synchronize` is called before each measurement, because a launch waits while the device's queue is full, and
+        in the bare loop another launch would have waited."""
         self._synchronize = synchronize
         self._local = threading.local()
         self._put: list[tuple[Any, str, Any]] = []
@@ -28,7 +28,7 @@ class Meter:
         self._home = threading.get_ident()
 
     def wrap(self, holder: Any, name: str, *, is_ours: bool = True) -> None:
-        """Count `holder.name`; not `is_ours`: what the bare loop would have spent too, taken off."""
+        """Count calls of `holder.name`. Not `is_ours`: time that the bare loop would spend too, which is subtracted."""
         original = getattr(holder, name)
 
         def counted(*args: Any, **options: Any) -> Any:
@@ -52,7 +52,7 @@ class Meter:
         setattr(holder, name, counted)
 
     def restore(self) -> None:
-        """Everything as it was."""
+        """Restore the original functions."""
         for holder, name, original in reversed(self._put):
             setattr(holder, name, original)
 
@@ -72,7 +72,7 @@ def measure_cpu(training: Any, watch: Any, synchronize: Callable[[], None] = tor
         meter.wrap(recorder, name)
     meter.wrap(clip_control, "torch_clip_grad_norm_", is_ours=False)
     for tap in te_tap._taps.values():
-        # A bound method is compared by its object and function: the meter stands in front of each.
+        # Bound methods are compared by object and function, so each subscriber is replaced by a counting one.
         tap._subscribers = tuple(_counted(meter, subscriber) for subscriber in tap._subscribers)
     home, others = [], []
     for _ in range(STEPS):

@@ -1,10 +1,10 @@
-"""What TE's own debug features cost on the same training: a program of its own, started by `capture.py`.
+"""Cost of TE's own debug features on the same training: a separate program, started by `capture.py`.
 
     python bench/capture_te_debug.py SHAPE STEPS
 
-They have to be initialised before the first layer is built. Logged one step in ten: what fp8watch counts on its sampled
-steps (underflow, overflow, MSE, scales; amax) for activations, weights and gradients. Every step is timed between two
-synchronisations. Prints one JSON line: milliseconds of each step and which of them logged.
+The features have to be initialised before the first layer is built. One step in ten logs what fp8watch counts on its
+sampled steps (underflow, overflow, MSE, scales; amax) for activations, weights and gradients. Every step is timed
+between two synchronisations. Prints one JSON line: milliseconds of each step, and which steps logged.
 """
 
 from __future__ import annotations

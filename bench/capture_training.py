@@ -20,13 +20,13 @@ class Training(Protocol):
     optimizer: torch.optim.Optimizer
 
     def step(self, watch: Any | None) -> None:
-        """One optimizer step, as the README writes it."""
+        """One optimizer step, as in the README."""
 
 
 def update(training: Training, loss: torch.Tensor, watch: Any | None) -> None:
     """From the loss to the boundary."""
     loss.backward()
-    parameters = list(training.model.parameters())  # the walk through the model is neither arm's
+    parameters = list(training.model.parameters())  # so that neither arm pays for going through the model
     clip = torch.nn.utils.clip_grad_norm_ if watch is None else watch.clip_grad_norm_
     clip(parameters, 1.0)
     training.optimizer.step()
@@ -65,7 +65,7 @@ class TransformerEngine:
 
 
 class Torchao:
-    """MLP blocks in rowwise FP8, compiled block by block as trainers do: one graph serves all of them."""
+    """MLP blocks in rowwise FP8, compiled block by block as trainers do, so that one graph serves all of them."""
 
     def __init__(self, layers: int, width: int, batch: int, length: int) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

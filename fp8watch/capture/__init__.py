@@ -1,1 +1,1 @@
-"""Reading numerics in the training process: one source a framework, one asynchronous copy a step."""
+"""Reads numerics in the training process: one source per framework, one asynchronous copy per step."""

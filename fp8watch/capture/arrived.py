@@ -1,4 +1,4 @@
-"""What one step's copy has brought to the host: bytes, and where each number lies in them."""
+"""The values of one step on the host: the copied bytes, and the position of each tensor in them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where a tensor's elements lie, side by side."""
+    """Position of a tensor's contiguous elements."""
 
     dtype: np.dtype[Any]
     start: int
-    """Bytes from the beginning."""
+    """Byte offset."""
     count: int
-    """Elements."""
+    """Number of elements."""
     is_scalar: bool
 
     @property
     def end(self) -> int:
-        """Behind its last byte."""
+        """Byte offset just after the last element."""
         return self.start + self.count * self.dtype.itemsize
 
 
 class Arrived(Mapping[str, npt.NDArray[Any]]):
-    """A step's values by name, as arrays that cannot be written to (0-D for a scalar).
+    """A step's values by name, as read-only arrays (0-D for a scalar).
 
-    Arrays are made when they are asked for: most of a step goes on as the bytes it came as.
+    Arrays are made on access: most of a step is passed on as raw bytes.
     """
 
     __slots__ = ("_memory", "segments")
@@ -55,7 +55,7 @@ class Arrived(Mapping[str, npt.NDArray[Any]]):
         return len(self.segments)
 
     def number(self, name: str) -> float:
-        """A scalar."""
+        """The value of a scalar."""
         found = self.segments[name]
         return float(struct.unpack_from(f"<{found.dtype.char}", self._memory, found.start)[0])
 
@@ -65,7 +65,7 @@ class Arrived(Mapping[str, npt.NDArray[Any]]):
         return self._memory[found.start : found.end]
 
     def beside(self, other: Arrived) -> Arrived:
-        """The values of both: of two devices, one step. They share no name."""
+        """The values of both, which are one step's from two devices. They must not share a name."""
         offset = len(self._memory)
         moved = {
             name: Segment(found.dtype, found.start + offset, found.count, found.is_scalar)

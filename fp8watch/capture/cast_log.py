@@ -1,8 +1,8 @@
-"""What passed the taps in one step, kept as tensors of one element and put together at the boundary.
+"""amax and scale of the casts that passed the taps in one step: kept as one-element tensors, combined at the boundary.
 
-One stacking for all casts of a step instead of a launch a cast. Backward casts run on autograd's thread, but on
-the stream of their forward; a weight cast by FSDP's all-gather runs on a stream that waits for the training
-stream before it writes again, so that what is read here is not overwritten first.
+That takes one stacking for all casts of a step instead of a kernel launch per cast. Backward casts run on autograd's
+thread, but on the stream of their forward. A weight cast by FSDP's all-gather runs on a stream that waits for the
+training stream before it writes again, so the values are read here before they are overwritten.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ FOLD_AT = 4096
 class CastLog:
     """amax and scale of `num` columns.
 
-    `ignored` (float32 [num], NaN: none) is an amax of each column that is to count as 0.
+    `ignored` (float32 [num], NaN: none): for each column, an amax value that counts as 0.
     """
 
     def __init__(self, num: int, device: torch.device, *, ignored: torch.Tensor | None = None) -> None:
         self.num = num
-        """Columns."""
+        """Number of columns."""
         self._device, self._ignored = device, ignored
         self._pending: list[list[tuple[torch.Tensor | None, torch.Tensor | None, float]]] = [[] for _ in range(num)]
         self._size = 0
@@ -36,7 +36,7 @@ class CastLog:
         return self._is_used
 
     def clear(self) -> None:
-        """A new step."""
+        """Start a new step."""
         for column in self._pending:
             column.clear()
         self._size, self._is_used = 0, False
@@ -45,13 +45,13 @@ class CastLog:
         self._scale.fill_(torch.inf)
 
     def add(self, column: int, *, amax: torch.Tensor | None, scale: torch.Tensor | None, fp8_max: float) -> None:
-        """One cast. Several scales (rows) are reduced to the worst at once, for they are no longer small.
+        """Add one cast. Several scales (of rows) are reduced to the smallest at once, to save memory.
 
-        Without an amax it is taken to be `fp8_max / scale`; without a scale nothing was cast.
+        A missing amax is taken to be `fp8_max / scale`; without a scale nothing was cast.
         """
         if scale is not None:
             if isinstance(amax, torch.Tensor) and hasattr(amax, "to_local"):
-                amax = None  # a local maximum: the scale has been reduced, it has not
+                amax = None  # a local maximum: the scale was reduced over ranks, the amax was not
             scale = scale.to_local() if hasattr(scale, "to_local") else scale
             scale = scale.detach().amin() if scale.numel() > 1 else scale.detach().reshape(())
         if amax is not None:
@@ -63,7 +63,7 @@ class CastLog:
             self._fold()
 
     def take_over(self, other: CastLog) -> None:
-        """What a log of fewer columns holds, under the same positions. `other` is not to be used any more."""
+        """Copy the contents of a log of fewer columns to the same positions. Do not use `other` afterwards."""
         amax, amax_last, scale, has_cast = other.total()
         for mine, theirs in (
             (self._amax, amax), (self._amax_last, amax_last), (self._scale, scale), (self._has_cast, has_cast),
@@ -72,9 +72,9 @@ class CastLog:
         self._is_used = other._is_used
 
     def total(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """amax (largest), amax_last, scale (smallest: that of amax; infinite: none used), and which had a cast.
+        """amax (largest), amax_last, scale (smallest, the one of the largest amax; infinite: none used), has_cast.
 
-        Four tensors [num], the log's own.
+        Four tensors [num]; they remain the log's own, so do not write to them.
         """
         self._fold()
         return self._amax, self._amax_last, self._scale, self._has_cast
@@ -114,7 +114,7 @@ class CastLog:
         return value if value.device == self._device else value.to(self._device)
 
     def _index(self, columns: tuple[int, ...]) -> torch.Tensor:
-        """Kept, for its copy to the device has to be from pinned memory not to wait."""
+        """The columns as an index on the device. Cached, because a copy that does not wait needs pinned memory."""
         if columns not in self._indices:
             if len(self._indices) >= 64:
                 self._indices.clear()

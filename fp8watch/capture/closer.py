@@ -1,8 +1,8 @@
-"""The closer look that is not taken in every step: when it is due, what it found, what it cost.
+"""Sampled measurements, too costly for every step: when they are due, what they found, what they cost.
 
-Element counts and what-if figures come from the source, the shadow probe from hooks of its own, the moments from the
-optimizer. All of it only reads; results are device tensors that go through the ring with the step's other numbers.
-Used by the recorder: `begin` before a step, `finish` at its boundary.
+Element counts and what-if figures come from the source, the shadow probe has hooks of its own, the moments come from
+the optimizer. All of it only reads; the results are device tensors that go through the ring with the step's other
+numbers. The recorder calls `begin` before a step and `finish` at its boundary.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from fp8watch.records import TensorColumn
 logger = logging.getLogger(__name__)
 
 SHADOW_ERROR = "shadow_error"
-"""Per-tensor column: relative error of the module's forward GEMM, on the row of its input."""
+"""Per-tensor column: relative error of the module's forward GEMM, in the row of its input."""
 PROBED_TENSOR = "input"
 MOST_LEFT_OUT = 8
-"""Linear layers outside FP8 that are named one by one."""
+"""Most linear layers outside FP8 that are named one by one."""
 SHARE_EVERY = 16
-"""What-if steps between walks through the model for layers that came to FP8 or left it (a millisecond each)."""
+"""What-if steps between two searches of the model for layers converted to FP8 or back (a millisecond each)."""
 REQUESTS = 64
-"""Probes asked for that wait their turn, one a step; older ones are forgotten."""
+"""Most requested probes that wait for their turn (one per step); the oldest are dropped."""
 
 
 @runtime_checkable
 class LooksCloser(Protocol):
-    """A source that has the values of its casts at hand."""
+    """A source that has access to the values of its casts."""
 
     def look_closer(self, modules: Sequence[str] | None) -> bool:
-        """Make what-if columns of the step that has just begun, for these modules (None: all). False: not possible."""
+        """Make what-if columns for these modules (None: all) in the step that has just begun. False: not possible."""
 
 
 @runtime_checkable
 class Metered(Protocol):
-    """A source that times its sampling work, kind by kind."""
+    """A source that times its sampling work by kind."""
 
     meters: Mapping[Kind, CostMeter] | None
 
@@ -62,7 +62,7 @@ class CloserOptions:
 
 
 def intervals(options: CloserOptions, device: torch.device) -> dict[Kind, int]:
-    """What-if steps are multiples of the element counts' interval, for the two are read side by side."""
+    """Steps by kind (0: never). What-if is a multiple of the element counts, because the two are compared."""
     is_cpu = device.type == "cpu"
     statistics = options.statistics_every or (1 if is_cpu else 10)
     what_if = options.what_if_every if options.what_if_every is not None else (64 if is_cpu else 100)
@@ -71,7 +71,7 @@ def intervals(options: CloserOptions, device: torch.device) -> dict[Kind, int]:
 
 
 class CloserLook:
-    """One a recorder. Runs inside its guard."""
+    """The sampled measurements of one recorder. Runs inside the recorder's guard."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CloserLook:
         self._not_observed = not_observed
         budget = options.overhead_budget
         if budget is None and device.type != "cpu":
-            budget = FIRST_SHARE  # on a CPU FP8 is emulated: what that costs says nothing about a real run
+            budget = FIRST_SHARE  # on a CPU FP8 is emulated, and its cost says nothing about a real run
         self.governor = Governor(intervals(options, device), budget=budget, say=_say)
         self._meters: dict[Kind, CostMeter] = {kind: CostMeter(device) for kind in ("statistics", "what_if", "shadow")}
         if isinstance(source, Metered):
@@ -108,24 +108,24 @@ class CloserLook:
             not_observed(f"{len(self._share.left_out)} linear layers are not in FP8", shown)
         self._probe_next = 0
         self._misses = 0
-        """Round-robin probes in a row that found nothing."""
+        """Consecutive probes that found nothing."""
         self._asked_probes: deque[str] = deque(maxlen=REQUESTS)
         self._asked_what_if: set[str] = set()
         self._states = OptimizerStates(optimizer)
         self._is_sampled = False
         self._said_what_if = False
         self._told = -1
-        """Changes of the intervals when they were told last."""
+        """The governor's number of changes when the intervals were last reported."""
         self._is_telling = True
         self._num_told = 0
         self._quiet = range(0)
-        """Steps in which nothing is due, with the intervals as they were at `_quiet_since` changes."""
+        """Steps in which nothing is due; holds as long as the governor's number of changes is `_quiet_since`."""
         self._quiet_since = -1
 
     # A step
 
     def begin(self, step: int) -> None:
-        """A new step: decide what is looked at, and tell those who look."""
+        """Start a step: decide what is measured in it, and arm the source and the probe."""
         if step in self._quiet and self._quiet_since == self.governor.num_changes and not self._is_asked:
             self._is_sampled = self._is_telling = False
             if self._source is not None:
@@ -150,7 +150,7 @@ class CloserLook:
             return
         if not self._said_what_if:
             self._said_what_if = True
-            self._not_observed("what_if", "the values of casts are not at hand here; amax alone is used to predict")
+            self._not_observed("what_if", "this source cannot see the values of casts; predictions use amax alone")
 
     def _arm(self, *, is_due: bool) -> None:
         while self._asked_probes:
@@ -164,7 +164,7 @@ class CloserLook:
     def finish(
         self, reading: Reading | None, columns: Callable[[], Sequence[TensorColumn]], step_seconds: float | None
     ) -> tuple[Reading | None, dict[str, float | torch.Tensor]]:
-        """At the boundary: the reading with the probe's column, and scalars of the sample."""
+        """At the boundary: returns the reading with the probe's column added, and the scalars of the sample."""
         scalars: dict[str, float | torch.Tensor] = {}
         if self.probe.is_armed:
             reading = self._take_probe(reading, columns)
@@ -203,7 +203,7 @@ class CloserLook:
         values[row].copy_(error, non_blocking=True)
         valid = torch.zeros(num, dtype=torch.bool, device=device)
         valid[row].fill_(True)
-        # 0 / 0, and a NaN that came in with the data, say nothing about the cast.
+        # 0 / 0, or a NaN that was in the data already, says nothing about the cast.
         valid &= torch.isfinite(values)
         return replace(
             reading, values={**reading.values, SHADOW_ERROR: values}, valid=reading.valid | {SHADOW_ERROR: valid}
@@ -234,14 +234,14 @@ class CloserLook:
     # On demand
 
     def ask(self, modules: Sequence[str], *, what_if: bool = True, shadow: bool = True) -> None:
-        """Look at these modules in the coming steps: what-if figures in the next one, then a probe a step."""
+        """Measure these modules in the coming steps: what-if figures in the next one, then one probe per step."""
         if what_if:
             self._asked_what_if.update(modules)
         if shadow:
             self._asked_probes.extend(name for name in modules if name in self.probe.names)
 
     def detach(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         self.probe.detach()
 
 

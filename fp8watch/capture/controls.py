@@ -1,4 +1,4 @@
-"""What can be changed in a framework's FP8 modules while they run: the writing twin of `Source`."""
+"""What can be changed in a framework's FP8 modules during training: the writing counterpart of `Source`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ class Fp8Controls(Protocol):
     name: str
 
     def modules(self) -> Sequence[str]:
-        """Qualified names of the FP8 modules, whatever precision they run in now."""
+        """Qualified names of the FP8 modules, whatever precision they run in at present."""
 
     def set_high_precision(self, modules: Sequence[str], *, high_precision: bool) -> None:
-        """Run these modules in BF16 (or back in FP8 with scales made from the amax seen meanwhile)."""
+        """Run these modules in BF16, or again in FP8 with scales made from the amax measured meanwhile."""
 
     def ran_high_precision(self, modules: Sequence[str]) -> list[bool | None]:
-        """What each module really did in its last forward; None: it has not run since the switch."""
+        """Whether each module's last forward really was in high precision; None: it has not run since the switch."""
 
     def repair_scales(self, tensors: Sequence[str]) -> dict[str, float]:
-        """Purge poisoned amax windows of `module:tensor` and set scales from clean amax; the scales set."""
+        """Purge poisoned amax windows of `module:tensor` and set scales from clean amax; returns the new scales."""
 
     def scales(self, tensors: Sequence[str]) -> dict[str, float]:
         """Scales in force, by `module:tensor`."""
 
+    def highest_scales(self, tensors: Sequence[str]) -> dict[str, float]:
+        """The largest scale at which the newest measured amax fits, by `module:tensor`; unknown ones are left out.
+
+        The result of `repair_scales` is checked against it, so it must depend on nothing but that amax.
+        """
+
     def margin(self) -> float | None:
-        """Head-room of the live recipe in powers of two; None where the recipe has none."""
+        """Margin of the live recipe in powers of two; None if the recipe has none."""
 
     def set_margin(self, margin: float) -> None:
-        """Mutate the live recipe object."""
+        """Set the margin in the live recipe object."""
 
     def state_dict(self) -> dict[str, object]:
         """FP8 state that the model's own state_dict does not hold (tensors and plain values only)."""

@@ -1,7 +1,7 @@
-"""Hooks that stay with the model they were put on: a copy or a pickle of it has one that does nothing.
+"""Hooks that work only on the model they were registered on: in a copy or a pickle of it they do nothing.
 
-A model is copied for averaging, saved whole, or sent to another process while it is watched. A local function as a
-hook cannot be pickled at all, and a copied one would go on reporting, for the copy, under the original's name.
+A watched model may be copied for averaging, saved whole, or sent to another process. A local function as a hook cannot
+be pickled at all, and a copied hook would report the copy's values under the original's name.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class StaysHere:
-    """A hook that calls `function`, and whose copies and pickles call nothing."""
+    """A hook that calls `function`; its copies and pickles call nothing."""
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Whatever torch gives a hook, and what the function gives back."""
+        """Pass torch's arguments to the function and return its result."""
         return None if self._function is None else self._function(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaysHere:

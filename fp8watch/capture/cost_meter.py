@@ -1,11 +1,11 @@
-"""What sampling costs: CPU time of the thread that does it, GPU time between two events around it.
+"""The cost of sampling: CPU time of the thread that does the work, GPU time between two events around it.
 
-Used on sampled steps only, around each piece of sampling work, on whatever thread that runs (autograd's for a
-backward cast). Events are asked on a later step and never waited for. GPU time counts what the device could not do for
-others meanwhile, waiting for our launches included; so the larger of the two is what a step can have lost.
+Used on sampled steps only, around each piece of sampling work, on whatever thread does it (autograd's for a backward
+cast). Events are queried on a later step and never waited for. GPU time is the time in which the device did nothing
+else, including waits for our launches. So a step cannot have lost more than the larger of the two.
 
-Taking the time costs as much as a small piece of work. So the first pieces of a step are timed and some of those that
-follow, and the rest is taken to cost as much as the mean of them.
+Timing costs as much as a small piece of work. So only the first pieces of a step and some of the later ones are timed,
+and the others are taken to cost the mean of those.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 from fp8watch.capture.ring import is_capturing
 
 TIMED_FIRST, THEN_EVERY = 8, 16
-"""Pieces of a step that are timed: of 192 casts 19, of 1,680 tensors 112."""
+"""Pieces of a step that are timed: 19 of 192 casts, 112 of 1,680 tensors."""
 
 
 Pair = tuple[Any, Any]
-"""Events before and behind a piece's kernels."""
+"""Events before and after a piece's kernels."""
 
 
 @dataclass(slots=True)
 class _Spent:
-    """Of timed pieces, whose number is that of `counted` or less."""
+    """What the timed pieces cost; `timed` of the `counted` pieces."""
 
     counted: int = 0
     timed: int = 0
@@ -40,7 +40,7 @@ class _Spent:
     pairs: list[Pair] = field(default_factory=list)
 
     def seconds(self) -> float:
-        """Of all that were counted; the events have passed."""
+        """Estimate for all counted pieces. The events must have completed."""
         if not self.timed:
             return 0.0
         cpu = self.cpu_seconds / self.timed
@@ -56,11 +56,11 @@ class CostMeter:
         self._lock = threading.Lock()
         self._free: list[Pair] = []
         self._now = (_Spent(), _Spent())
-        """Pieces that are like each other, and those that stand for themselves."""
+        """Pieces that resemble each other, and pieces that do not (`is_alone`)."""
         self._waiting: deque[tuple[_Spent, _Spent]] = deque()
 
     def piece(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
-        """Around one piece of work. `is_alone`: it is unlike the others, and always timed."""
+        """Context for one piece of work. `is_alone`: unlike the others, and always timed."""
         spent = self._now[is_alone]
         with self._lock:
             number = spent.counted
@@ -70,7 +70,7 @@ class CostMeter:
         return _Timed(self, spent, self._pair() if self._is_gpu and not is_capturing() else None)
 
     def add(self, spent: _Spent, cpu_seconds: float, pair: Pair | None) -> None:
-        """A piece was timed."""
+        """Add a timed piece."""
         with self._lock:
             spent.cpu_seconds += cpu_seconds
             spent.timed += 1
@@ -79,7 +79,7 @@ class CostMeter:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing was measured in this step, and nothing is waited for."""
+        """Whether nothing was measured in this step and no earlier step is pending."""
         return not (self._waiting or self._now[0].counted or self._now[1].counted)
 
     def _pair(self) -> Pair:
@@ -89,14 +89,14 @@ class CostMeter:
         return (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
     def close_step(self) -> None:
-        """The step is over: its sum becomes known once its events have passed."""
+        """End the step; its cost becomes known when its events have completed."""
         with self._lock:
             if self._now[0].timed or self._now[1].timed:
                 self._waiting.append(self._now)
             self._now = (_Spent(), _Spent())
 
     def take(self) -> Iterator[float]:
-        """Seconds that each finished step's samples have cost, oldest first; never waits."""
+        """Seconds that the samples of each finished step cost, oldest first. Never waits."""
         while self._waiting:
             step = self._waiting[0]
             pairs = [pair for spent in step for pair in spent.pairs]

@@ -1,7 +1,7 @@
-"""Reading `fp8watch.emulation`: a tap on its casts and scale updates, as on Transformer Engine's.
+"""Source for `fp8watch.emulation`: a tap on its casts and scale updates, as for Transformer Engine.
 
-Everything is kept in tensors of one element a column and updated by a handful of operations a scale update;
-nothing is turned into a Python number.
+Everything is kept in tensors with one element per column, changed by a few operations per scale update; nothing is
+converted to a Python number.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fp8watch.records import TensorColumn
 _log = logging.getLogger(__name__)
 
 TENSORS: tuple[Literal["input", "weight", "grad_output"], ...] = ("input", "weight", "grad_output")
-"""Columns of a module, in order; output and grad_input are not quantized."""
+"""Columns of a module, in order; its output and grad_input are not quantized."""
 _COUNTS = ("quantized", "saturated", "underflowed", "nonfinite")
 PATIENCE_STEPS = 3
-"""Steps in which a layer may be silent before it is named as not observed."""
+"""Steps without a forward after which a layer is reported as not observed."""
 LOOK_AGAIN = 16
-"""Steps between walks through the model for layers that came or went."""
+"""Steps between two searches of the model for layers that were added or removed."""
 
 
 def _named_fp8(model: torch.nn.Module) -> dict[str, Fp8Linear]:
@@ -45,7 +45,7 @@ def _recipe_values(module: Fp8Linear) -> tuple[Any, ...]:
 
 
 class EmulatedSource:
-    """Source for the `Fp8Linear` layers that `model` has when it is made (listening starts at once)."""
+    """Source for the `Fp8Linear` layers that `model` has at construction. Listening starts at once."""
 
     name = "emulation"
 
@@ -56,7 +56,7 @@ class EmulatedSource:
         self._order = list(self._position)
         self._ever_run: set[Fp8Linear] = set()
         self._idle: set[Fp8Linear] = set()
-        """Layers that have not run, once there was time for it."""
+        """Layers that have not run within the first `PATIENCE_STEPS` steps."""
         self._num_reads = 0
         self._columns_state: tuple[Any, ...] | None = None
         self._columns: list[TensorColumn] = []
@@ -75,13 +75,13 @@ class EmulatedSource:
         self._is_counting = False
         self._what_if = WhatIfLog(num, device)
         self.meters: Mapping[Kind, CostMeter] | None = None
-        """Times what-if work; element counts are part of the emulated cast itself."""
+        """Times what-if work. Element counts are not timed: they are part of the emulated cast."""
         self._routes: dict[tuple[bool, tuple[int, ...]], tuple[list[int], torch.Tensor, torch.Tensor]] = {}
         add_tap(self)
 
     def columns(self) -> Sequence[TensorColumn]:
-        """Three a module: input, weight, grad_output; recipe values are the live ones. Layers that have not run in
-        the first steps have none until they run: they are named instead.
+        """Three per module: input, weight, grad_output, with the current recipe values. Layers that have not run in the
+        first steps have no columns until they run; `not_observable` names them.
 
         The same object as long as nothing has changed.
         """
@@ -108,9 +108,9 @@ class EmulatedSource:
         ]
 
     def not_observable(self) -> Sequence[str]:
-        """Layers that have not run, and those that left the model, or came into it, after attach.
+        """Layers that have not run, and those removed from or added to the model after attach.
 
-        The model is walked through in the first steps and in each sixteenth after them.
+        The model is searched in each of the first `LOOK_AGAIN` steps and then once in `LOOK_AGAIN` steps.
         """
         state = (len(self._idle), self._num_reads if self._num_reads < LOOK_AGAIN else self._num_reads // LOOK_AGAIN)
         if state != self._missing_state:
@@ -125,7 +125,7 @@ class EmulatedSource:
         return gone + new + idle
 
     def begin(self, *, with_statistics: bool) -> None:
-        """A new optimizer step."""
+        """Start an optimizer step."""
         self._is_counting = with_statistics
         for values in (self._amax, self._amax_last, self._counts, self._squares):
             values.zero_()
@@ -149,7 +149,7 @@ class EmulatedSource:
         return True
 
     def read(self) -> Reading | None:
-        """This step's numbers. amax and scale of a layer in BF16: measured, and no scale was used."""
+        """This step's numbers. A layer in BF16 has a measured amax but no valid scale, because none was used."""
         if not any(self._has_run):
             return None
         self._num_reads += 1
@@ -202,7 +202,7 @@ class EmulatedSource:
     def on_cast(
         self, module: Fp8Linear, tensor: int, *, high_precision: bool, statistics: CastStatistics | None
     ) -> None:
-        """Tap: note who ran, and sum up the counts."""
+        """Tap: note that the layer ran, and add up the counts."""
         position = self._position.get(module)
         if position is None:
             return
@@ -220,7 +220,7 @@ class EmulatedSource:
         self, module: Fp8Linear, tensor: int, *, values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format,
         amax: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Value tap: what the candidates would make of this cast."""
+        """Value tap: measure what the candidate recipes would do to this cast."""
         position = self._position.get(module)
         if position is None or not self._what_if.wants(position * len(TENSORS) + tensor):
             return
@@ -234,7 +234,7 @@ class EmulatedSource:
     def on_update(
         self, modules: Sequence[Fp8Linear], *, is_forward: bool, amax: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """Tap: amax after reduction, and the scales that the casts before this update used."""
+        """Tap: `amax` is reduced over ranks; `scale` was used by the casts before this update."""
         key = (is_forward, tuple(map(id, modules)))
         if key not in self._routes:
             self._routes[key] = self._route(modules, is_forward=is_forward)
@@ -249,7 +249,7 @@ class EmulatedSource:
         self._scale[target] = scale[source].to(self._scale.device)
 
     def _route(self, modules: Sequence[Fp8Linear], *, is_forward: bool) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """Positions of our modules, where their elements lie in the update's vectors, and our columns."""
+        """Positions of our modules, indices of their elements in the update's vectors, and indices of our columns."""
         tensors = (0, 1) if is_forward else (2,)
         ours = [(i, self._position[module]) for i, module in enumerate(modules) if module in self._position]
         source = [i * len(tensors) + k for i, _ in ours for k in range(len(tensors))]

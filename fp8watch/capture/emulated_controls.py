@@ -1,4 +1,4 @@
-"""What can be changed in `fp8watch.emulation` layers while they run."""
+"""What can be changed in `fp8watch.emulation` layers during training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EmulatedControls:
         return list(self._layers())
 
     def set_high_precision(self, modules: Sequence[str], *, high_precision: bool) -> None:
-        """In force from the next forward on; back in FP8 the scales come from the amax measured meanwhile."""
+        """Takes effect in the next forward. Back in FP8, the scales come from the amax measured meanwhile."""
         for layer in self._named(modules):
             layer.set_high_precision(high_precision)
 
@@ -37,36 +37,44 @@ class EmulatedControls:
         return [layer.ran_high_precision for layer in self._named(modules)]
 
     def repair_scales(self, tensors: Sequence[str]) -> dict[str, float]:
-        """Purge the amax windows and set the scales; the scales set. An update of the rest is not triggered."""
+        """Purge the amax windows and set the scales; returns them. The other scales are not updated."""
         for layer, state, index in self._located(tensors):
             state.purge(layer.recipe, index)
         return self.scales(tensors)
 
     def scales(self, tensors: Sequence[str]) -> dict[str, float]:
-        """Scales in force (the next cast's), by `module:tensor`."""
+        """Scales that the next casts use, by `module:tensor`."""
         located = self._located(tensors)
         return {name: float(state.scale[i]) for name, (_, state, i) in zip(tensors, located, strict=True)}
+
+    def highest_scales(self, tensors: Sequence[str]) -> dict[str, float]:
+        """See `fp8watch.capture.controls.Fp8Controls`."""
+        newest = {
+            name: (state.fmt.max, float(state.newest_amax[i]))
+            for name, (_, state, i) in zip(tensors, self._located(tensors), strict=True)
+        }
+        return {name: most / amax for name, (most, amax) in newest.items() if math.isfinite(amax) and amax > 0}
 
     def margin(self) -> float | None:
         """Margin of the live recipe; None without FP8 layers."""
         return next((recipe.margin for recipe in self._recipes()), None)
 
     def set_margin(self, margin: float) -> None:
-        """Mutate every live recipe; scales follow at the next update."""
+        """Set the margin in every live recipe; scales follow at the next update. Raises `ActionError` if not finite."""
         if not math.isfinite(margin):
             raise ActionError(f"margin must be finite, not {margin}")
         for recipe in self._recipes():
             recipe.margin = margin
 
     def state_dict(self) -> dict[str, object]:
-        """Scales and amax windows by module. Not precision and margin: those are settings of whoever acts."""
+        """Scales and amax windows by module. Precision and margin are not included: they belong to whoever set them."""
         return {
             name: {"forward": layer.scaling_forward.state_dict(), "backward": layer.scaling_backward.state_dict()}
             for name, layer in self._layers().items()
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Restore in place. Raises `CheckpointError`, with nothing changed, when something is missing or unfit."""
+        """Restore in place. Raises `CheckpointError` and changes nothing if something is missing or does not fit."""
         loads: list[tuple[ScalingState, Any]] = []
         for name, layer in self._layers().items():
             saved: Any = state.get(name)

@@ -1,14 +1,14 @@
-"""Parameters as they are before the first optimizer step: which hold NaN or infinity, which are nothing but zeros.
+"""Parameters before the first optimizer step: which hold NaN or infinity, and which hold only zeros.
 
-Weights that were loaded wrongly are bad before training begins, and everything that follows (a NaN loss in the first
-step) looks like a fault of training. One look at the largest magnitude of every parameter tells: NaN or infinite where
-an element is, 0 where all are. It is taken once a process, when the first optimizer step begins (what was loaded after
-attach is there then), with one multi-tensor kernel a dtype and device, and copied out without waiting. How many are bad
-is a scalar of that very step; their names follow when the copy has arrived.
+Weights that were loaded wrongly are bad before training begins, and what follows (a NaN loss in the first step) looks
+like a fault of training. The largest magnitude of each parameter shows it: NaN or infinite if any element is, 0 if all
+are. It is taken once per process, when the first optimizer step begins (so it covers what was loaded after attach),
+with one multi-tensor kernel per dtype and device, and copied out without waiting. The number of bad parameters is a
+scalar of that step; their names follow when the copy has arrived.
 
-A frozen parameter may hold infinities (masks do), not NaN. A matrix of zeros is legal (adapters and output layers
-start so): it is said, and no more. Of a sharded parameter each rank looks at its own part, and a part of zeros says
-nothing. Weights that exist in FP8 only are left out.
+A frozen parameter may hold infinities (masks do), but not NaN. A matrix of zeros is legal (adapters and output layers
+start so), so it is only reported. Each rank checks its own part of a sharded parameter; a part of zeros says nothing.
+Weights that exist in FP8 only are left out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from fp8watch.capture.host_flags import HostFlags
 
 MOST_NAMES = 16
-"""Names that travel: what is wrong in more is wrong everywhere."""
+"""Most names that are sent: if more are bad, everything is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Names of parameters, in the order of the model."""
+    """Names of parameters, in model order within each device and dtype."""
 
     nonfinite: list[str]
     zero: list[str]
@@ -34,7 +34,7 @@ class Checked:
 
 
 class FlightCheck:
-    """Looks once. `start` and `take` on the training thread; neither waits or raises for a model that it can walk."""
+    """Checks once. Call `start` and `take` on the training thread. Neither waits; they raise only if the model does."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: torch.nn.Module | None = model
@@ -43,12 +43,12 @@ class FlightCheck:
 
     @property
     def is_due(self) -> bool:
-        """Whether it has not begun yet."""
+        """Whether `start` has not been called yet."""
         return self._model is not None
 
     @torch.no_grad()
     def start(self) -> torch.Tensor | None:
-        """Begin; how many are not finite, 0-d float32 on the device of the first. None: there is nothing to look at."""
+        """Start the check. Returns how many are bad, 0-D float32 on the first one's device; None: nothing to check."""
         model, self._model = self._model, None
         if model is None:
             return None
@@ -76,7 +76,7 @@ class FlightCheck:
         return is_bad.sum().float()
 
     def take(self) -> Checked | None:
-        """What was found, once it has arrived, and only once."""
+        """The result, once, after it has arrived; None before and after that."""
         rows = self._flags.take()
         if rows is None:
             return None
@@ -94,12 +94,12 @@ class FlightCheck:
 class _Facts:
     name: str
     may_be_zero: bool
-    """Whether it would be worth a word if all of it were 0."""
+    """Whether all zeros are worth reporting."""
     is_frozen: bool
 
 
 def _lookable(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, _Facts]]:
-    """This rank's part of each parameter that can be looked at."""
+    """This rank's part of each parameter that can be checked."""
     for name, parameter in model.named_parameters():
         local = getattr(parameter, "_local_tensor", None)
         values = local if isinstance(local, torch.Tensor) else parameter.detach()

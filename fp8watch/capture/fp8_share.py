@@ -1,7 +1,7 @@
-"""How much of a model runs in FP8: by modules and by parameters, and which linear layers were left out.
+"""How much of a model runs in FP8, by parameters, and which linear layers were left out.
 
-A layer whose sizes do not fit the hardware is refused or silently left in high precision, depending on the library;
-who trains should know. Asked once at attach and again now and then, for layers may be converted later.
+Depending on the library, a layer whose sizes do not fit the hardware is refused or silently left in high precision;
+the user should know. Measured at attach and again now and then, because layers may be converted later.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 
 MULTIPLE = 16
-"""Both sizes of an FP8 GEMM must be multiples of it (cuBLASLt; 8 and 16 in Transformer Engine, 16 in torchao)."""
+"""Both sizes of an FP8 GEMM must be multiples of this (cuBLASLt; 8 and 16 in Transformer Engine, 16 in torchao)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Share:
-    """Of the model's linear layers."""
+    """How much of the model's linear layers is in FP8."""
 
     parameters: float
     """Share of the linear layers' weights that FP8 layers hold; 0 without linear layers."""
     left_out: list[str]
-    """`name: sizes and why` of plain linear layers."""
+    """`name: sizes, reason` of each plain linear layer."""
 
 
 def fp8_share(model: torch.nn.Module, fp8_modules: Collection[str]) -> Fp8Share:
@@ -44,6 +44,6 @@ def fp8_share(model: torch.nn.Module, fp8_modules: Collection[str]) -> Fp8Share:
         elif weights:
             rows, columns = weights[0].shape[0], weights[0].shape[1]
             odd = [str(each) for each in (rows, columns) if each % MULTIPLE]
-            why = f"{' and '.join(odd)} is no multiple of {MULTIPLE}" if odd else "not converted"
+            why = f"{' and '.join(odd)} not a multiple of {MULTIPLE}" if odd else "not converted"
             left_out.append(f"{name}: {rows} x {columns}, {why}")
     return Fp8Share(parameters=held / total if total else 0.0, left_out=left_out)

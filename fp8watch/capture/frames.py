@@ -1,4 +1,4 @@
-"""From what the ring brings to the host to the records on the wire: layouts and step frames of one rank."""
+"""Makes the records on the wire (layouts and step frames of one rank) from the values that the ring delivers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COLUMN_DTYPES = {
 """Type of each per-tensor column on the wire; see `fp8watch.records.StepFrame`."""
 
 _SCALAR, _COLUMN, _VALID = "s:", "c:", "v:"
-"""Two characters each, in front of a name."""
+"""Prefixes of names, two characters each."""
 _HIGH_PRECISION = _COLUMN + "high_precision"
 _UPDATE = [f"update {i}" for i in range(5)]
 
 
 class StepNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known on the host when a step's copy starts, and travels beside it."""
+    """What the host knows when a step's copy starts; kept with the copy."""
 
     step: int
     attempt: int
@@ -39,9 +39,9 @@ class StepNote(msgspec.Struct, frozen=True, kw_only=True):
     time_unix: float
     scalars: dict[str, float] = {}
     zero_is_unseen: bool = False
-    """Of the source's `Reading`."""
+    """See `fp8watch.capture.source.Reading`."""
     num_update_elements: int = 0
-    """Elements of the parameter sample, where there is one."""
+    """Elements of the parameter sample, if there is one."""
     updates_forward: int = 1
     updates_backward: int = 1
 
@@ -49,7 +49,7 @@ class StepNote(msgspec.Struct, frozen=True, kw_only=True):
 def device_values(
     scalars: dict[str, torch.Tensor], reading: Reading | None, update: UpdateSums | None = None
 ) -> dict[str, Given]:
-    """All tensors of a step under the names by which `build_frame` finds them again."""
+    """All tensors of a step under the names by which `build_frame` looks them up."""
     values: dict[str, Given] = {_SCALAR + name: tensor for name, tensor in scalars.items()}
     if update is not None:
         values.update(zip(_UPDATE, update.values, strict=True))
@@ -79,7 +79,7 @@ class FrameParts:
         return build_frame(self.run, self.rank, self.note, self.values)
 
     def scalars(self) -> dict[str, float]:
-        """As in the frame, but for those that are worked out of columns."""
+        """The frame's scalars, except those derived from columns."""
         return _scalars(self.note, self.values)
 
 
@@ -115,7 +115,7 @@ def build_frame(run: str, rank: int, note: StepNote, values: Arrived) -> StepFra
 
 
 class LayoutBook:
-    """Keeps the layout in force and makes a new one when columns, recipe, attempt or what is unseen changes."""
+    """Keeps the current layout; makes a new one when columns, recipe, attempt or the unobserved modules change."""
 
     def __init__(self, run: str, rank: int, aliases: dict[str, list[str]] | None = None) -> None:
         """`aliases`: see `fp8watch.records.Layout`."""
@@ -127,7 +127,7 @@ class LayoutBook:
         self.current: Layout = self._layout(0, 0, 0)
 
     def update(self, found: Sequence[TensorColumn], unseen: list[str], num_unobserved: int, attempt: int) -> bool:
-        """Take in what the source says now; True: `current` is a new layout that has to be announced.
+        """Take what the source reports now; True: `current` is a new layout that has to be announced.
 
         `unseen` is `name: reason`; `num_unobserved` of them are FP8 modules.
         """

@@ -1,13 +1,13 @@
-"""Which steps are looked at more closely, and how that is kept under a budget.
+"""Which steps are sampled, and how sampling is kept within a budget.
 
 Element counts, what-if figures and shadow probes are samples: each kind has an interval, and a step is sampled when
-`(step - 1)` is a multiple of it. What the samples cost is measured (`fp8watch.capture.cost_meter`) against the time
-of a step; over the budget an interval is doubled, probe and what-if before element counts, and it comes back slowly.
-What is captured in every step is no sample and never thinned.
+`(step - 1)` is a multiple of it. The cost of the samples (`fp8watch.capture.cost_meter`) is compared with the step
+time. Over the budget an interval is doubled, that of probe and what-if before that of element counts; it is reduced
+again slowly. What is captured in every step is not a sample and is never thinned.
 
-Ranks need not agree: intervals differ by powers of two, so that the steps of a rank that thins are among those of a
-rank that does not, and a merged step holds the counts of the ranks that counted, set against the elements of the same
-ranks. No torch: the rule can be tested without a model.
+Ranks need not agree. Intervals differ by powers of two, so a rank that thins samples a subset of the steps of one that
+does not, and a merged step holds the counts of the ranks that counted, relative to the elements of the same ranks.
+No torch: the rule can be tested without a model.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["statistics", "what_if", "shadow"]
 THINNED_FIRST: tuple[Kind, ...] = ("shadow", "what_if", "statistics")
-"""Who gives way first; the way back is the other way round."""
+"""Order in which kinds are thinned; they recover in reverse order."""
 FIRST_SHARE = 0.01
-"""Default budget, share of the step time: what sampling may cost where FP8 saves 20 to 35 %."""
+"""Default budget as a share of the step time; FP8 saves 20 to 35 % of it."""
 MOST_DOUBLINGS = 10
 NEVER = 1_000_000
-"""Steps; asked again by then."""
+"""Steps until `next_due` is asked again when every kind is off."""
 RECOVER_AFTER = 8
-"""Samples of the kind that must have been under half of the budget before its interval is halved once."""
+"""Samples of a kind that must be under half of the budget before an interval is halved once."""
 SMOOTHING = 0.3
 """Weight of the newest sample in the running mean of its kind's cost."""
 STEP_SMOOTHING = 0.05
 WARM_SAMPLES = 1
-"""First samples of a kind that do not count: they compile and load kernels."""
+"""First samples of a kind that are ignored: they compile and load kernels."""
 
 
 @dataclass(slots=True)
 class _Kind:
     base: int
-    """Interval in steps when nothing is thinned; 0: off."""
+    """Interval in steps without thinning; 0: off."""
     doublings: int = 0
     cost_seconds: float = 0.0
     samples: int = 0
     calm: int = 0
-    """Samples since the last change that were well under the budget."""
+    """Samples in a row under half of the budget, since the last change."""
 
     @property
     def every(self) -> int:
@@ -52,7 +52,7 @@ class _Kind:
 
 
 class Governor:
-    """`budget`: share of the step time that sampling may take; None: measured, never thinned."""
+    """`budget`: share of the step time that sampling may take; None: the cost is measured, but nothing is thinned."""
 
     def __init__(
         self, intervals: Mapping[Kind, int], *, budget: float | None, say: Callable[[str], None] = logger.info
@@ -62,33 +62,33 @@ class Governor:
         self._say = say
         self._step_seconds: float | None = None
         self.num_changes = 0
-        """How often intervals were changed."""
+        """Number of times that intervals were changed."""
 
     def due(self, kind: Kind, step: int) -> bool:
-        """Whether this step (the first is 1) is a sample of the kind."""
+        """Whether this step (the first is 1) is sampled for this kind."""
         every = self._kinds[kind].every
         return every > 0 and (step - 1) % every == 0
 
     def next_due(self, step: int) -> int:
-        """The first step from this one on that is a sample of any kind; far away where all are off."""
+        """The first step, not before this one, that is sampled for any kind; `step + NEVER` if all are off."""
         waits = [(1 - step) % kind.every for kind in self._kinds.values() if kind.base]
         return step + min(waits, default=NEVER)
 
     def every(self, kind: Kind) -> int:
-        """The kind's interval now, in steps; 0: off."""
+        """The current interval of the kind in steps; 0: off."""
         return self._kinds[kind].every
 
     def step_took(self, seconds: float) -> None:
-        """Length of a step, sampled or not: the running mean that costs are set against."""
+        """Add the duration of a step, sampled or not, to the running mean that costs are compared with."""
         if self._step_seconds is None:
             self._step_seconds = seconds
         else:
-            # A pause (evaluation, a checkpoint) is no step: it moves the mean by no more than a doubling would.
+            # A pause (evaluation, a checkpoint) is not part of a step: count it as at most twice the mean.
             bounded = min(seconds, 2.0 * self._step_seconds)
             self._step_seconds += STEP_SMOOTHING * (bounded - self._step_seconds)
 
     def cost(self, kind: Kind, seconds: float) -> None:
-        """What one sample of the kind has cost: the larger of CPU time on the training thread and GPU time."""
+        """Add the cost of one sample of the kind: the larger of its CPU time and its GPU time."""
         known = self._kinds[kind]
         known.samples += 1
         if known.samples <= WARM_SAMPLES:
@@ -99,7 +99,7 @@ class Governor:
             self._review(known)
 
     def share(self, kind: Kind | None = None) -> float | None:
-        """Measured share of the step time that the samples of a kind take, of all kinds for None; None: unknown."""
+        """Measured share of the step time that samples of a kind (None: of all kinds) take; None if unknown."""
         if not self._step_seconds:
             return None
         if kind is None:
@@ -128,7 +128,7 @@ class Governor:
             while known is not None and known.every and known.doublings < MOST_DOUBLINGS:
                 now = self.share()
                 assert self.budget is not None
-                # A kind that does not matter is left alone: doubling its interval would gain nothing.
+                # Leave a cheap kind alone: doubling its interval would gain nothing.
                 if now is None or now <= self.budget or (self.share(kind) or 0.0) < self.budget / 8:
                     break
                 known.doublings += 1
@@ -142,7 +142,7 @@ class Governor:
             known = self._kinds.get(kind)
             if known is None or not known.doublings:
                 continue
-            # Half the interval is twice its cost.
+            # Halving the interval doubles the share.
             assert self.budget is not None
             if share + (self.share(kind) or 0.0) <= self.budget / 2:
                 known.doublings -= 1

@@ -1,4 +1,4 @@
-"""Flags that the device knows and the host may learn late: copied without waiting, read when they have arrived."""
+"""Flags on the device that the host may learn late: copied without waiting, read when they have arrived."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class HostFlags:
-    """One copy under way at a time; what is offered meanwhile is left out (flags of this kind come again)."""
+    """One copy in flight at a time; flags offered meanwhile are dropped (such flags are offered again later)."""
 
     def __init__(self) -> None:
         self._host: torch.Tensor | None = None
         self._event: Any = None
 
     def offer(self, flags: torch.Tensor) -> None:
-        """bool [n], or [rows, n], on any device."""
+        """Start copying flags: bool [n] or [rows, n], on any device."""
         if self._host is not None:
             return
         if flags.device.type != "cuda":
@@ -27,7 +27,7 @@ class HostFlags:
         self._event.record()
 
     def take(self) -> list[Any] | None:
-        """The newest that have arrived, once, as (nested) lists of bool; None: none yet."""
+        """The flags that have arrived, once, as (nested) lists of bool; None: none yet."""
         if self._host is None or (self._event is not None and not self._event.query()):
             return None
         flags: list[Any] = self._host.tolist()

@@ -1,8 +1,8 @@
-"""Parameters that are trained and never get a gradient: an adapter that is not called, a branch cut off by `detach`.
+"""Trained parameters that never get a gradient: an adapter that is not called, a branch cut off by `detach`.
 
-The norm over all gradients does not show them, for others have one. Asked is only whether `.grad` is there, on the
-host, with nothing waited for; and nearly always nothing is asked: all parameters are looked at now and then, those
-without a gradient at the updates that follow, until they have one, are frozen, or have been without long enough.
+The norm over all gradients does not show them, because other parameters have one. The check only tests on the host
+whether `.grad` is None, and waits for nothing. To be cheap, it looks at all parameters only now and then, and at those
+without a gradient in every update that follows, until they get one, are frozen, or have been without for long enough.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Iterator
 import torch
 
 LOOK_EVERY = 256
-"""Updates between looks at all parameters (0.1 us each): what is unfrozen in mid-run is met by then."""
+"""Updates between two looks at all parameters (0.1 us per parameter), which also find parameters unfrozen mid-run."""
 PATIENCE = 20
-"""Updates without a gradient before it is said: an expert that got no tokens in one step is none of them."""
+"""Updates without a gradient before it is reported: an expert may get no tokens in one step."""
 
 
 class MissingGradients:
-    """Of one optimizer's parameters, by their names in the model."""
+    """Finds the parameters of one optimizer that get no gradient, by their names in the model."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._updates = 0
         self._without: dict[int, tuple[torch.Tensor, int]] = {}
-        """Parameters without a gradient, and the update at which that was seen first."""
+        """Parameters without a gradient, each with the update at which that was first seen; by id."""
         self._told: set[int] = set()
 
     def look(self) -> list[str]:
-        """At an update, with its gradients complete: names of those that have been without for `PATIENCE` updates, each
-        once. Never those of a step in which no parameter has a gradient."""
+        """Call at an update, when its gradients are complete. Returns the names of parameters without a gradient for
+        `PATIENCE` updates, each name once. A step in which no parameter has a gradient adds no candidates."""
         self._updates += 1
         if self._updates % LOOK_EVERY == 1:
             self._collect()

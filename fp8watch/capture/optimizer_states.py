@@ -1,16 +1,16 @@
 """FP8 optimizer states: how large the moments are, and how much of them has become zero.
 
-Two layouts hold Adam's moments in FP8 with a scale for each group of neighbours:
+Two layouts hold Adam's moments in FP8 with a scale for each group of neighbouring elements:
 
 - torchao's `AdamWFp8` and `AdamFp8` (0.18 `optim/subclass_fp8.py`): a tensor of class `OptimStateFp8` with `codes`
-  (E4M3) and `scale` (float32, one a block of 256); a value is code * scale;
-- COAT (arXiv 2410.19313, `optimizer/fp8_adamw.py`): `exp_avg` in FP8 beside `scale_exp_avg`, one a group of 128; with
+  (E4M3) and `scale` (float32, one per block of 256); a value is code * scale;
+- COAT (arXiv 2410.19313, `optimizer/fp8_adamw.py`): `exp_avg` in FP8 and `scale_exp_avg`, one per group of 128; with
   dynamic range expansion also `expand_exp_avg` and `sqrt_minmax_exp_avg`, and a value is
   sign * |code * scale|^(1 / expand) * sqrt_minmax.
 
-The value before quantization is gone, so underflow is what can be seen of it: the share of elements whose code is 0
-in a group that holds anything else. That is an upper bound, for an exact zero (a row whose token never came) looks
-the same. Read on sampled steps, in a handful of operations a parameter, without waiting for the device.
+The values before quantization are gone, so underflow is estimated: the share of elements whose code is 0 in a group
+that holds anything else. That is an upper bound, because an exact zero (a row whose token never occurred) looks the
+same. Read on sampled steps, in a few operations per parameter, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARAMETERS_A_CALL = 32
-"""Each takes some twenty launches: a model of a thousand parameters is read in thirty samples."""
+"""Each takes about twenty kernel launches; a model of a thousand parameters is read in thirty samples."""
 REST_CALLS = 255
-"""Samples passed over where no moment is in FP8: it does not become so while a run goes on."""
+"""Samples skipped after no moment was found in FP8: that does not change during a run."""
 _FP8 = tuple(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -43,7 +43,7 @@ class Moment:
     sqrt_minmax: torch.Tensor | None = None
 
     def groups(self) -> torch.Tensor:
-        """float32 [num_groups, group]: magnitudes of the codes; a last group that is not full is filled with zeros."""
+        """float32 [num_groups, group]: magnitudes of the codes. An incomplete last group is padded with zeros."""
         flat = self.codes.detach().reshape(-1).float().abs()
         num = self.scale.numel()
         group = -(-flat.numel() // num)
@@ -52,7 +52,7 @@ class Moment:
 
 
 def find(state: Mapping[str, Any], moment: str) -> Moment | str | None:
-    """The moment of a parameter's optimizer state; a text where its layout is not known; None where it is not FP8."""
+    """The moment in a parameter's optimizer state; a str describes an unknown layout; None: it is not FP8."""
     value = state.get(moment)
     if not isinstance(value, torch.Tensor):
         return None
@@ -66,7 +66,7 @@ def find(state: Mapping[str, Any], moment: str) -> Moment | str | None:
     scale = state.get(f"scale_{moment}")
     if value.dtype in _FP8:
         if not isinstance(scale, torch.Tensor) or not scale.numel():
-            return f"{value.dtype} without a scale that is known here"
+            return f"{value.dtype} without a scale in a known place"
         expand, centre = state.get(f"expand_{moment}"), state.get(f"sqrt_minmax_{moment}")
         return Moment(value, scale, expand, centre)
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.is_floating_point():
@@ -75,21 +75,21 @@ def find(state: Mapping[str, Any], moment: str) -> Moment | str | None:
 
 
 class OptimizerStates:
-    """Reads the moments of one optimizer, some parameters a call, in turn. Raises nothing of its own."""
+    """Reads the moments of one optimizer, `PARAMETERS_A_CALL` parameters per call, in turn."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.not_observable: str | None = None
-        """Why quantized moments that are there cannot be read."""
+        """Why existing quantized moments cannot be read."""
         self._held: dict[str, torch.Tensor] = {}
         """Moment -> float32 [3, num_parameters]: amax, zeros, elements as last read."""
         self._next = 0
         self._rest = 0
-        """Calls to pass over: there was nothing in FP8."""
+        """Calls still to skip, because nothing was in FP8."""
 
     def read(self) -> dict[str, torch.Tensor]:
-        """0-dim float32 by name, over all parameters read so far: `exp_avg_amax`, `exp_avg_underflow_ratio`,
-        `exp_avg_underflow_ratio_max` (the worst parameter), the same of `exp_avg_sq`. Empty: no FP8 moment."""
+        """0-D float32 by name, over all parameters read so far: `exp_avg_amax`, `exp_avg_underflow_ratio`,
+        `exp_avg_underflow_ratio_max` (worst parameter), and the same for `exp_avg_sq`. Empty without FP8 moments."""
         if self._rest > 0:
             self._rest -= 1
             return {}
@@ -125,7 +125,7 @@ class OptimizerStates:
 
 
 def _figures(moment: Moment) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """amax, zeros in groups that hold something, elements: 0-dim float32."""
+    """amax, zeros in groups that are not all zero, number of elements: each 0-D float32."""
     codes = moment.groups()
     largest = codes.amax(1)
     value = largest * moment.scale.detach().float().reshape(-1)

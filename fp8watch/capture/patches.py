@@ -1,7 +1,7 @@
-"""Functions of a library that are replaced for a while, and put back.
+"""Temporarily replaces functions of a library, and restores them.
 
-Somebody may patch on top of us meanwhile: then ours stays underneath, handing on, until they have left, and is taken
-out at the next chance.
+Somebody else may patch on top of ours meanwhile. Then ours stays underneath and passes calls on, and is removed at the
+next `take_out` after theirs has gone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Original function -> the one to stand in its place."""
+"""Original function -> its replacement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Patch:
 
 
 class Patches:
-    """A set of replaced attributes, put in and taken out together. Not thread-safe: the owner holds a lock."""
+    """A set of attributes, replaced and restored together. Not thread-safe: the owner must hold a lock."""
 
     def __init__(self) -> None:
         self._patches: list[_Patch] = []
@@ -35,9 +35,9 @@ class Patches:
         return bool(self._patches)
 
     def put(self, places: Iterable[tuple[Any, str, Make]]) -> None:
-        """Replace `holder.name` for each place; nothing is replaced if one of them does not exist.
+        """Replace `holder.name` for each place.
 
-        Raises `AttributeError`.
+        Raises `AttributeError`, and replaces nothing, if one of them does not exist.
         """
         found = [(holder, name, getattr(holder, name), make) for holder, name, make in places]
         for holder, name, original, make in found:
@@ -46,7 +46,7 @@ class Patches:
             self._patches.append(_Patch(holder, name, original, ours))
 
     def take_out(self) -> None:
-        """Put the originals back where ours is still on top."""
+        """Restore the originals wherever ours is still on top."""
         left = []
         for patch in self._patches:
             if getattr(patch.holder, patch.name) is patch.ours:
@@ -56,7 +56,7 @@ class Patches:
         self._patches = left
 
     def placed(self) -> Iterable[_Patch]:
-        """What is replaced now."""
+        """The replacements in place."""
         return tuple(self._patches)
 
 
@@ -65,10 +65,10 @@ _sets: weakref.WeakSet[Patches] = weakref.WeakSet()
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """In here the functions of the libraries are their own, whoever has replaced them for us in this process.
+    """Within this context all our patches in this process are out, and the libraries' functions are the originals.
 
-    For measuring a training that is not watched beside one that is. No watched training may make a step meanwhile.
-    Where somebody else has patched on top of us, theirs stays, and ours under it.
+    For measuring unwatched training beside watched training. No watched training may take a step meanwhile.
+    Where somebody else has patched on top of ours, both patches stay.
     """
     found = [patch for patches in _sets for patch in patches.placed()]
     taken: list[tuple[Any, str, Callable[..., Any]]] = []

@@ -1,10 +1,10 @@
-"""Numbers leave the device here: one asynchronous copy a step into a ring allocated once, looked at on a later step.
+"""Copies numbers from device to host: one asynchronous copy per step into a ring allocated once, read on a later step.
 
-A step's tensors are packed into one buffer on their device, by one concatenation for each dtype (and a copy for each
-tensor of a dtype that the host has not, such as a BF16 loss), copied to host memory
-(pinned, for an accelerator) without waiting, and an event marks the end of the copy. `poll` asks the events and hands
-out what has arrived, in order; it never waits unless told to. A full ring drops the step and counts it: training is
-never held up. On a CPU the copy is complete at once. Called on the training thread only.
+A step's tensors are packed into one buffer on their device, by one concatenation per dtype (and one copy per tensor
+of a dtype that the host lacks, such as a BF16 loss). The buffer is copied to host memory (pinned, for an accelerator)
+without waiting, and an event marks the end of the copy. `poll` queries the events and yields what has arrived, in
+order; it never waits unless told to. A full ring drops the step and counts it, so training is never held up. On a CPU
+the copy is complete at once. Called on the training thread only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fp8watch.capture.arrived import Arrived, Segment
 N = TypeVar("N")
 
 ALIGNMENT = 16
-"""Every segment starts at a multiple of it: enough for any dtype, and one cache sector of a GPU."""
+"""Bytes. Every group of one dtype starts at a multiple of this, which is enough for any dtype."""
 DEFAULT_SLOTS = 8
-"""Steps in flight. A GPU runs a few steps behind its host at most; 8 leaves room and costs little pinned memory."""
+"""Steps in flight. A GPU is at most a few steps behind its host; 8 leaves room and costs little pinned memory."""
 DEFAULT_SLOT_BYTES = 64 * 1024
 KEPT_PLANS = 32
-"""Kinds of steps whose layout is kept: sampled or not, clipped or not, and so on."""
+"""Most cached plans, one per kind of step (sampled or not, clipped or not, and so on)."""
 
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype("<f4"),
@@ -39,12 +39,12 @@ _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 Given = torch.Tensor | list[torch.Tensor]
-"""A tensor, or 1-D tensors of one device and dtype that lie one after the other when they arrive."""
+"""A tensor, or 1-D tensors of one device and dtype that arrive as one, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors of one dtype, which lie side by side: one concatenation, whatever their number."""
+    """Tensors of one dtype, side by side: one concatenation, whatever their number."""
 
     indices: list[int]
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Odd:
-    """A tensor that becomes another dtype on its way."""
+    """A tensor that is converted to another dtype by its copy."""
 
     index: int
     start: int
@@ -62,12 +62,12 @@ class _Odd:
 
 
 _Shape = tuple[str, torch.dtype, int, bool, bool]
-"""Name, dtype on arrival, elements, whether it is 0-D, whether it has another dtype now."""
+"""Name, dtype on arrival, number of elements, whether it is 0-D, whether it is converted from another dtype."""
 _ODD = torch.float32
 
 
 class _Plan:
-    """Where the tensors of a step lie in a slot. Made once for steps that look alike."""
+    """Positions of a step's tensors in a slot. Made once for all steps with tensors of the same shapes."""
 
     def __init__(self, shapes: tuple[_Shape, ...]) -> None:
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -91,7 +91,7 @@ class _Plan:
         self.nbytes = _aligned(end)
 
     def _place(self, shape: _Shape, start: int) -> int:
-        """Where the next one begins. Parts of one tensor follow each other."""
+        """Place a tensor at `start` and return its end. Parts of one tensor must follow each other."""
         name, dtype, count, is_scalar, _ = shape
         before = self.segments.get(name)
         first, held = (start, 0) if before is None else (before.start, before.count)
@@ -100,11 +100,11 @@ class _Plan:
 
 
 _Views = tuple[list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
-"""The place of each group and of each odd tensor, and on an accelerator what is transferred, from and to."""
+"""Views for each group and each odd tensor; on an accelerator also source and target of the transfer."""
 
 
 class _Lane:
-    """The buffers of one device: staging on it, one host buffer and one event a slot."""
+    """The buffers of one device: a staging buffer on it, and a host buffer and an event per slot."""
 
     def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
         self.device = device
@@ -119,7 +119,7 @@ class _Lane:
         self._plans: dict[tuple[_Shape, ...], _Plan] = {}
 
     def plan(self, shapes: tuple[_Shape, ...]) -> _Plan:
-        """The layout of a step with these tensors."""
+        """The plan for a step with these tensors, cached."""
         found = self._plans.get(shapes)
         if found is None:
             if len(self._plans) >= KEPT_PLANS:
@@ -129,7 +129,7 @@ class _Lane:
         return found
 
     def copy(self, plan: _Plan, tensors: list[torch.Tensor], slot: int) -> Any:
-        """Start the copy: a concatenation for each dtype and one transfer. The event of its end; None: it has ended."""
+        """Start the copy: one concatenation per dtype and one transfer. Returns the event of its end, None on a CPU."""
         groups, odd, transfer = self._views(plan, slot)
         for group, target in zip(plan.groups, groups, strict=True):
             if group.nbytes:
@@ -167,7 +167,7 @@ class _InFlight(Generic[N]):
 class Ring(Generic[N]):
     """A fixed number of steps in flight from device to host.
 
-    `note` is whatever the caller wants back with the numbers (step, host values).
+    `note` is whatever the caller wants returned with the numbers (step, host values).
     """
 
     def __init__(self, device: torch.device, slots: int = DEFAULT_SLOTS, slot_bytes: int = DEFAULT_SLOT_BYTES) -> None:
@@ -179,15 +179,15 @@ class Ring(Generic[N]):
         self._is_capturing = False
         """Whether a graph was being captured at the last `push`."""
         self.dropped = 0
-        """Steps that found the ring full, or fell into a graph capture."""
+        """Steps dropped because the ring was full or a graph was being captured."""
 
     def __len__(self) -> int:
         return len(self._flight)
 
     def push(self, tensors: Mapping[str, Given], note: N) -> bool:
-        """Start the copy of 0-D and 1-D tensors (any device, bool, int or float); False: dropped and counted.
+        """Start the copy of 0-D and 1-D tensors (any device; bool, int or float). False: dropped and counted.
 
-        The tensors may be overwritten as soon as this returns: the copy is ordered before that on their stream.
+        The tensors may be overwritten once this returns: on their stream the copy comes first.
         """
         self._is_capturing = is_capturing()
         if not self._free or self._is_capturing:
@@ -209,17 +209,17 @@ class Ring(Generic[N]):
         lane = self._lanes.get(device)
         plan = _Plan(shapes) if lane is None else lane.plan(shapes)
         if lane is None or plan.nbytes > lane.slot_bytes:
-            # A device or size not foreseen at attach (a loss elsewhere, a new layout): allocate once more. Steps
-            # in flight keep the lane they were copied into.
+            # A device or size not known at attach (a loss elsewhere, a new layout): allocate again. Steps in flight
+            # keep the lane that they were copied into.
             lane = _Lane(device, self._slots, max(_aligned(plan.nbytes * 5 // 4), self._slot_bytes))
             self._lanes[device] = lane
             plan = lane.plan(shapes)
         return lane, plan
 
     def poll(self, *, wait: bool = False) -> Iterator[tuple[N, Arrived]]:
-        """What has arrived, oldest first. `wait`: block until all of it has (rollback, detach; never in a step).
+        """Yield what has arrived, oldest first. `wait`: block until all has (rollback, detach; never in a step).
 
-        In a graph capture nothing has; without `wait` that is not asked again where `push`, a moment ago, found none.
+        Yields nothing during a graph capture; without `wait` that is checked only if the last `push` found a capture.
         """
         if not self._flight or ((wait or self._is_capturing) and is_capturing()):
             return
@@ -241,7 +241,7 @@ class Ring(Generic[N]):
 
 
 def _by_device(tensors: Mapping[str, Given]) -> dict[torch.device, tuple[list[_Shape], list[torch.Tensor]]]:
-    """What lies where, flat and apart from any graph."""
+    """Shapes and tensors by device, flat and detached."""
     found: dict[torch.device, tuple[list[_Shape], list[torch.Tensor]]] = {}
     here: torch.device | None = None
     shapes: list[_Shape] = []
@@ -273,13 +273,13 @@ def _aligned(nbytes: int) -> int:
 
 
 def is_capturing() -> bool:
-    """A CUDA graph is being captured on this stream: events must be neither recorded nor asked."""
+    """Whether a CUDA graph is being captured on this stream; then events must be neither recorded nor queried."""
     global _ask
     if _ask is None:
-        # `torch.cuda.is_available` asks the driver at every call.
+        # Not `torch.cuda.is_available`, which asks the driver at every call.
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return False
-        # What `torch.cuda.is_current_stream_capturing` calls, without the way there: it is asked in every cast.
+        # What `torch.cuda.is_current_stream_capturing` calls, without its overhead: this is called in every cast.
         _ask = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
     return _ask()
 

@@ -1,7 +1,7 @@
-"""The step's scalars: whatever the trainer hands over, taken raw and without waiting for a device.
+"""The step's scalars, in whatever form the trainer gives them, taken without waiting for a device.
 
-A value is kept as a Python float where it is one already and as a device tensor otherwise; the ring brings
-tensors to the host later. A loss that cannot be used is described, never guessed.
+A value that is on the host already is kept as a float, any other as a device tensor, which the ring brings to the
+host later. A loss that cannot be used is described, never guessed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 
 Scalar = float | torch.Tensor
 GIVEN = ("attention_logit_max", "kurtosis", "zero_grad_ratio", "reference_loss")
-"""What `watch.record` takes."""
+"""Names that `watch.record` takes."""
 
 
 class NotAScalar(ValueError):
-    """A value that is no scalar; the message says what is wanted and what came."""
+    """A value that is not a scalar; the message says what is wanted and what was given."""
 
 
 _USUAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
 def as_scalar(value: Any, name: str = "loss") -> Scalar:
-    """A float, or a detached 0-D tensor on whatever device it is; raises `NotAScalar`.
+    """A float, or a detached 0-D tensor on its own device. Raises `NotAScalar`.
 
-    Tensors of one element, Python and numpy numbers are scalars; a NaN or infinity is one too. Whatever else a value
-    raises when it is looked at is a `NotAScalar` too.
+    Tensors of one element, Python and numpy numbers are scalars, NaN and infinity included. Any other exception that
+    a value raises when inspected becomes a `NotAScalar`.
     """
     if (
         type(value) is torch.Tensor and value.dim() == 0 and value.dtype in _USUAL
@@ -82,9 +82,9 @@ def _describe(value: Any) -> str:
 
 
 def micro_batches(values: list[Scalar]) -> dict[str, Scalar]:
-    """`loss`, the mean of micro-batch losses, and of several `loss_micro_max` and `loss_micro_median` (the lower one of
-    two): how far the batches of one step lie apart; a NaN counts as the largest. In float32 on the first tensor's
-    device, without waiting for it; plain floats stay floats."""
+    """`loss` (mean of the micro-batch losses) and, if there are several, `loss_micro_max` and `loss_micro_median` (the
+    lower of the middle two), which show how far the batches of a step differ. NaN counts as the largest. Float32 on the
+    first tensor's device, without waiting for it; plain floats if no value is a tensor."""
     if len(values) == 1:
         return {"loss": values[0]}
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -100,7 +100,7 @@ def micro_batches(values: list[Scalar]) -> dict[str, Scalar]:
         for value in values
     ]
     stacked = torch.stack(parts)
-    # A sorted copy rather than `median`, which CUDA refuses where deterministic algorithms are asked for.
+    # A sorted copy rather than `median`, which CUDA refuses when deterministic algorithms are required.
     return {"loss": stacked.mean()} | _spread(torch.sort(stacked).values)
 
 
@@ -109,24 +109,24 @@ def _spread(ordered: Sequence[float] | torch.Tensor) -> dict[str, Scalar]:
 
 
 def mean(values: list[Scalar]) -> Scalar:
-    """Of micro-batch losses; see `micro_batches`."""
+    """Mean of micro-batch losses; see `micro_batches`."""
     return micro_batches(values)["loss"]
 
 
 def is_given(name: str) -> bool:
-    """Whether a scalar's value comes from the loop."""
+    """Whether a scalar's value is given by the training loop."""
     return name in ("loss", "loss_micro_max", "loss_micro_median", "tokens") or name.partition(":")[0] in GIVEN
 
 
 def first_rate(rates: Sequence[Any]) -> Scalar | None:
-    """The learning rate of the first group, the one that trainers log."""
+    """The learning rate of the first group, which is the one that trainers log."""
     if not rates or rates[0] is None:
         return None
     return rates[0].detach().reshape(()) if isinstance(rates[0], torch.Tensor) else float(rates[0])
 
 
 def as_flag(value: bool | torch.Tensor) -> Scalar:
-    """1.0 or 0.0, or the 0-D tensor that says so."""
+    """1.0 or 0.0, or the flag as a 0-D tensor."""
     return value.reshape(()) if isinstance(value, torch.Tensor) else float(value)
 
 
@@ -143,8 +143,8 @@ class StepScalars:
             self._values[name] = value
 
     def give(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """Keep what the loop gives under a name of `GIVEN`: a scalar, or a mapping from modules to scalars, which
-        become `name:module`. Returns name -> reason of what is no scalar or has another name; the rest counts."""
+        """Keep values that the loop gives under the names of `GIVEN`: a scalar, or a mapping from modules to scalars,
+        stored as `name:module`. Returns name -> reason for each value that was refused; the rest is kept."""
         refused: dict[str, str] = {}
         for name, value in values.items():
             if name not in GIVEN:
@@ -177,7 +177,7 @@ class StepScalars:
         return len(self._micro)
 
     def loss(self, value: Any) -> None:
-        """The step's loss: the mean of the micro-batches' where there were any, else `value`. Raises `NotAScalar`."""
+        """Set the step's loss: the mean of the micro-batch losses if any, else `value`. Raises `NotAScalar`."""
         if self._micro:
             micro, self._micro = self._micro, []
             self._values |= micro_batches(micro)
@@ -185,7 +185,7 @@ class StepScalars:
             self._values["loss"] = as_scalar(value)
 
     def take(self) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """The step's values, split into those on the host already and those on a device; starts the next step."""
+        """The step's values, those on the host and those on a device. Starts the next step."""
         values, self._values = self._values, {}
         self._micro.clear()
         host = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}

@@ -1,10 +1,10 @@
 """Shadow probe: in a chosen step one FP8 layer's forward GEMM is run again in BF16 on the same input.
 
-The relative error tells whether FP8 does this layer more harm than its format always does (`fp8watch.formats.
-expected_gemm_error`: 3.8 % for E4M3 x E4M3). Two hooks lie on the layer for that step only. The first makes the
-reference, where a sharded weight is whole; the second compares and lets it go. The first training forward of the step
-counts: a recomputation and evaluation (`module.eval()`) do not. Under `torch.compile` the hooks do nothing: the layer
-counts as not run, and is named.
+The relative error shows whether FP8 harms this layer more than its format always does (`fp8watch.formats.
+expected_gemm_error`: 3.8 % for E4M3 x E4M3). Two hooks are on the layer during that step only. The first makes the
+reference, while a sharded weight is whole; the second compares and frees it. Only the first training forward of the
+step counts; recomputation and evaluation (`module.eval()`) do not. Under `torch.compile` the hooks do nothing, and the
+layer is reported as not run.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class ShadowProbe:
         self._made: Shadow | None = None
         self._error: torch.Tensor | None = None
         self.missed: dict[str, str] = {}
-        """Module -> why the last attempt gave nothing."""
+        """Module -> why its last probe gave nothing, the newest last."""
 
     @property
     def is_armed(self) -> bool:
-        """Whether a layer is being looked at."""
+        """Whether a layer is being probed."""
         return self._name is not None
 
     @property
@@ -55,7 +55,7 @@ class ShadowProbe:
         return list(self._modules)
 
     def arm(self, name: str) -> bool:
-        """Look at this layer's next forward; False: it cannot be probed."""
+        """Probe the layer's next forward. False: it cannot be probed."""
         self._drop()
         module = self._modules.get(name)
         if module is None:
@@ -68,20 +68,20 @@ class ShadowProbe:
         return True
 
     def take(self) -> tuple[str, torch.Tensor] | None:
-        """`(module, relative error)` of the layer that was armed, 0-dim float32; None: it did not run. The hooks go."""
+        """`(module, relative error)` of the armed layer, the error 0-D float32; None: no result. Removes the hooks."""
         name, error = self._name, self._error
         self._drop()
         if name is None:
             return None
         if error is None:
-            why = self.missed.pop(name, "it did not run in Python in the step of its probe (not called, or compiled)")
+            why = self.missed.pop(name, "it did not run in the step of its probe (not called, or compiled)")
             self.missed[name] = why  # the newest last
             return None
         self.missed.pop(name, None)
         return name, error
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """The layer is about to run."""
+        """Forward pre-hook: make the reference."""
         if torch.compiler.is_compiling():
             return
         if self._name is None or self._made is not None or self._error is not None:
@@ -99,7 +99,7 @@ class ShadowProbe:
             self._failed(error)
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """It has run."""
+        """Forward hook: compare the output with the reference."""
         if torch.compiler.is_compiling():
             return
         made, self._made = self._made, None
@@ -112,7 +112,7 @@ class ShadowProbe:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Never again for this layer: training must not pay for the same failure twice."""
+        """Never probe this layer again: training must not pay for the same failure twice."""
         assert self._name is not None
         logger.warning("fp8watch: the shadow probe of %s failed; training is not affected", self._name, exc_info=error)
         self.not_probeable[self._name] = f"{type(error).__name__}: {error}"
@@ -125,5 +125,5 @@ class ShadowProbe:
         self._handles, self._name, self._made, self._error = [], None, None, None
 
     def detach(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         self._drop()

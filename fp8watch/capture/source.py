@@ -1,7 +1,7 @@
-"""Where per-tensor numbers come from: one source a framework.
+"""Where per-tensor numbers come from: one source per framework.
 
-A source is asked once an optimizer step, at the boundary, on the training thread. It hands out device tensors
-and never synchronises; `fp8watch.capture.ring` copies them out.
+A source is read once per optimizer step, at the boundary, on the training thread. It returns device tensors and never
+synchronises; `fp8watch.capture.ring` copies them to the host.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fp8watch.records import TensorColumn
 
 
 class Pieces(Mapping[str, torch.Tensor]):
-    """Columns that lie in several tensors of one device, one after the other, as a framework's vectors do.
+    """Columns that consist of several tensors on one device, as a framework's vectors do.
 
-    The ring takes them as they lie (`parts`), which costs no kernel; a column is put together when somebody asks for
-    it by name, once.
+    The ring takes the parts directly (`parts`), which costs no kernel. A column is concatenated, once, when somebody
+    accesses it by name.
     """
 
     def __init__(self, parts: dict[str, list[torch.Tensor]]) -> None:
@@ -44,21 +44,21 @@ class Pieces(Mapping[str, torch.Tensor]):
 class Reading:
     """One step of a source: 1-D tensors in the order of `Source.columns()`, on any device.
 
-    `values` keys and dtypes are those of `fp8watch.records.StepFrame.columns`; `valid` (bool, same length) may
-    be left out where everything was observed. The tensors may be overwritten after the call that follows.
+    `values` has the keys and dtypes of `fp8watch.records.StepFrame.columns`; `valid` (bool, same length) may be left
+    out if everything was observed. The next call of the source may overwrite the tensors.
     """
 
     values: Mapping[str, torch.Tensor]
     """A dict, or `Pieces`."""
     valid: dict[str, torch.Tensor] = field(default_factory=dict)
     zero_is_unseen: bool = False
-    """An amax of 0 means that nothing of that tensor was observed, in every column that `valid` says nothing of: told
-    on the host, where it costs no kernel."""
+    """An amax of 0 means that nothing of that tensor was observed, in any column without an entry in `valid`. This is
+    evaluated on the host, where it costs no kernel."""
     updates_forward: int = 1
     updates_backward: int = 1
 
     def validity(self, name: str) -> torch.Tensor:
-        """bool, as long as the column: what of it was observed. Makes a kernel where `valid` has no entry."""
+        """Which elements of the column were observed (bool, same length). Launches a kernel if `valid` has no entry."""
         if name in self.valid:
             return self.valid[name]
         if self.zero_is_unseen:
@@ -72,16 +72,16 @@ class Source(Protocol):
     name: str
 
     def columns(self) -> Sequence[TensorColumn]:
-        """The tensors in order, with the recipe as it is now; a changed answer makes a new layout."""
+        """The tensors in order, with their current recipe. A changed result makes a new layout."""
 
     def not_observable(self) -> Sequence[str]:
-        """`module: reason` for every FP8 module whose numbers cannot be had."""
+        """`module: reason` for every FP8 module whose numbers cannot be read."""
 
     def begin(self, *, with_statistics: bool) -> None:
-        """A new optimizer step starts: clear what is per step; count elements if asked."""
+        """Start an optimizer step: clear the previous one; count elements if asked."""
 
     def read(self) -> Reading | None:
         """This step's numbers; None when no FP8 module ran."""
 
     def detach(self) -> None:
-        """Leave no hook and no patch behind."""
+        """Remove all hooks and patches."""

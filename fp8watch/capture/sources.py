@@ -1,6 +1,6 @@
-"""Which source fits a model: found by looking at its modules, importing only what the model itself has loaded.
+"""Chooses the source for a model from its modules; imports only what the model itself has loaded.
 
-A framework whose FP8 state this version cannot read is named module by module: silence is the worst failure.
+Modules of a framework whose FP8 state this version cannot read are named one by one: silence is the worst failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNREAD = {"torchao.prototype": "torchao's prototype layers (MXFP8, NVFP4, blockw
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What can be read and changed in a model's FP8 layers."""
+    """The sources and controls for a model's FP8 layers."""
 
     sources: list[Source] = field(default_factory=list)
     """At most one in this version."""
@@ -59,7 +59,7 @@ def find(model: torch.nn.Module) -> Found:
 
 
 def _asked(is_of: Callable[[torch.nn.Module], bool], path: str, module: torch.nn.Module, odd: dict[str, str]) -> bool:
-    """Whether the module is of a framework; one that raises when it is looked at is put down in `odd`."""
+    """Whether the module belongs to a framework. One that raises when inspected is recorded in `odd`."""
     try:
         return is_of(module)
     except Exception as error:
@@ -80,8 +80,8 @@ def _make_emulated(model: torch.nn.Module) -> tuple[Source, Fp8Controls]:
 
 
 def _is_transformer_engine(module: torch.nn.Module) -> bool:
-    home = type(module).__module__
-    if not home.startswith("transformer_engine"):
+    # Other frameworks derive their layers from TE's, in Python modules of their own (Megatron's `TELinear`).
+    if not any(base.__module__.startswith("transformer_engine") for base in type(module).__mro__):
         return False
     return isinstance(getattr(module, "fp8_meta", None), dict) or _quantizes(module)
 
@@ -110,15 +110,15 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[torch.nn.Module], bool], Callable[[torch
 
 def _unread(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
-        home = type(module).__module__
+        homes = [base.__module__ for base in type(module).__mro__]
         for package, reason in UNREAD.items():
-            if home == package or home.startswith(package + "."):
+            if any(home == package or home.startswith(package + ".") for home in homes):
                 yield path, reason
 
 
 def _quantizes(operation: Any) -> bool:
-    """Whether an operation of te.ops has tensors to quantize (TE 2.20 `pytorch/ops/op.py`)."""
+    """Whether an operation of `te.ops` has tensors to quantize (TE 2.20 `pytorch/ops/op.py`)."""
     try:
         return any(operation.num_quantizers(mode) for mode in ("forward", "backward"))
-    except (AttributeError, TypeError, ValueError):  # no operation, or another version's
+    except (AttributeError, TypeError, ValueError):  # not an operation, or one of another version
         return False

@@ -1,7 +1,7 @@
-"""What-if figures of one step: gathered cast by cast on the device, handed out as columns of the step's reading.
+"""What-if figures of one step: summed cast by cast on the device, returned as columns of the step's reading.
 
-Owned by a source that has the values of its casts at hand; `offer` is called from its tap, on autograd's thread too.
-Nothing of a tensor is kept but eleven numbers.
+Owned by a source that has access to the values of its casts. Its tap calls `offer`, on autograd's thread too.
+Only sixteen numbers per tensor are kept.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from fp8watch.what_if import CANDIDATES, column
 
 
 class WhatIfLog:
-    """Sums over the casts of a step, one row of candidates a column of the source."""
+    """Sums over the casts of a step: one row, with all candidates, per column of the source."""
 
     def __init__(self, num: int, device: torch.device) -> None:
         self._num, self._device = num, device
         self._wanted: frozenset[int] | None = frozenset()
-        """Columns that are looked at in this step; None: all."""
+        """Columns that are measured in this step; None: all."""
         self._counts: torch.Tensor | None = None
-        """int64 [2, num, candidates]: underflowed, saturated. Made when it is first needed."""
+        """int64 [2, num, candidates]: underflowed, saturated. Allocated at first use."""
         self._sums: torch.Tensor | None = None
         """float32 [num, candidates + 1]: squared errors, then squared values."""
         self._has: list[bool] = [False] * num
 
     def begin(self, wanted: frozenset[int] | None) -> None:
-        """A new step; `wanted`: columns to look at, None for all, empty for none."""
+        """Start a step. `wanted`: columns to measure; None: all, empty: none."""
         if any(self._has):
             assert self._counts is not None
             assert self._sums is not None
@@ -38,13 +38,13 @@ class WhatIfLog:
         self._wanted = wanted
 
     def wants(self, position: int) -> bool:
-        """Whether a cast of this column is to be offered."""
+        """Whether casts of this column should be offered."""
         return self._wanted is None or position in self._wanted
 
     def offer(
         self, position: int, *, values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, amax: torch.Tensor | None
     ) -> None:
-        """One cast: the source, the scale that it was multiplied by, its amax if it is known."""
+        """Add one cast: its source values, the scale that multiplied them, and their amax if known."""
         if position >= self._num:
             self._grow(2 * position + 2)
         scale = scale.detach().float()
@@ -59,7 +59,7 @@ class WhatIfLog:
         self._has[position] = True
 
     def _grow(self, num: int) -> None:
-        """Room for more columns, of a source that meets them as they come."""
+        """Make room for more columns: a source may discover them one by one."""
         more = num - self._num
         if self._counts is not None and self._sums is not None:
             self._counts = torch.nn.functional.pad(self._counts, (0, 0, 0, more))
@@ -68,7 +68,7 @@ class WhatIfLog:
         self._num = num
 
     def columns(self) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
-        """`(columns by name, which rows were looked at)`, each [num]; None when nothing was."""
+        """`(columns by name, which rows were measured)`, each [num]; None if none was."""
         if not any(self._has):
             return None
         assert self._counts is not None

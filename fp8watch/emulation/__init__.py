@@ -1,8 +1,8 @@
-"""FP8 on machines without it: Transformer Engine's delayed scaling, carried out in FP32 on any device.
+"""FP8 on machines without it: Transformer Engine's delayed scaling, computed in FP32 on any device.
 
-For rehearsing a recipe before renting GPUs, for tests and for the demo. It is slow: every GEMM runs in FP32
-and every cast costs about six passes over the tensor. Values and scales are those of the hardware formats;
-the order of summation inside a GEMM is not. See `docs/emulation.md` for what differs.
+For rehearsing a recipe before renting GPUs, for tests and for the demo. It is slow: every GEMM runs in FP32 and every
+cast takes about six passes over the tensor. Values and scales are those of the hardware formats; the order of
+summation inside a GEMM is not. See `docs/emulation.md` for the differences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is asked of the arguments of `fp8watch.emulation`: each names the argument, what is wanted and what was given.
+"""Checks of the arguments of `fp8watch.emulation`. Messages name the argument, what is wanted and what was given.
 
-`TypeError` for another kind of thing, `ValueError` for one that is out of bounds or unknown.
+They raise `TypeError` for a wrong type, `ValueError` for a value that is out of bounds or unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 def of_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raise `TypeError` for what is no `kind`."""
+    """An instance of `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: {wanted} is wanted, got {_shown(value)}")
 
@@ -43,13 +43,13 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def function(name: str, value: Any, signature: str) -> None:
-    """Something to call, and not a class; `signature` says how, in words."""
+    """A callable that is not a class; `signature` describes it in words."""
     if isinstance(value, type) or not callable(value):
         raise TypeError(f"{name}: a function {signature} is wanted, got {_shown(value)}")
 
 
 def module(name: str, value: Any) -> None:
-    """A model, and not its class."""
+    """A model, not its class."""
     of_kind(name, value, nn.Module, "a torch.nn.Module")
 
 
@@ -61,7 +61,7 @@ def group(name: str, value: Any) -> None:
 
 
 def layer(name: str, linear: nn.Linear) -> str | None:
-    """Why a linear layer cannot run in FP8 whatever anybody wants; None: it can."""
+    """Why a linear layer can never run in FP8, or None if it can."""
     if linear.in_features < 1 or linear.out_features < 1:
         return f"{name}: {linear.out_features} x {linear.in_features}: there is nothing to multiply"
     if not linear.weight.dtype.is_floating_point:

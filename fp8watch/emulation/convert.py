@@ -1,4 +1,4 @@
-"""Turning a model's linear layers into FP8 layers, in place."""
+"""Converts a model's linear layers to FP8 layers, in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Filter = Callable[[str, nn.Linear], bool]
 
 
 def fits_hardware(name: str, linear: nn.Linear) -> bool:
-    """FP8 GEMMs want both features divisible by 16 (cuBLASLt; Transformer Engine refuses others)."""
+    """Whether both features are divisible by 16, as FP8 GEMMs require (cuBLASLt; Transformer Engine refuses others)."""
     fits = linear.in_features % 16 == 0 and linear.out_features % 16 == 0
     return fits and checks.layer(name, linear) is None
 
@@ -32,17 +32,17 @@ def convert(
     filter: Filter | None = None,
     amax_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Make every plain `nn.Linear` of `model` an `Fp8Linear`; the qualified names of those converted.
+    """Convert every plain `nn.Linear` of `model` to an `Fp8Linear`; returns the qualified names of those converted.
 
-    Modules and parameters stay the same objects (only the class changes), so an optimizer made before stays
-    right. Subclasses of `nn.Linear`, and layers already converted, are left alone. `filter(name, linear)`
-    decides what fits; default `fits_hardware`. `model` becomes the root: its outermost call is one forward.
-    `amax_group`: ranks over which amax is reduced while `recipe.reduce_amax` is set; None: all, as in
-    Transformer Engine, if torch.distributed is initialised.
+    Modules and parameters stay the same objects (only the class changes), so an optimizer made before stays valid.
+    Subclasses of `nn.Linear` and converted layers are left alone. `filter(name, linear)` decides which layers are
+    converted; default `fits_hardware`. `model` becomes the root: its outermost call is one forward. `amax_group`:
+    ranks over which amax is reduced while `recipe.reduce_amax` is set; None: all, as in Transformer Engine, if
+    torch.distributed is initialised.
 
-    A layer has no double backward once it is converted (`fp8watch.emulation.first_order`). Raises `TypeError` for an
-    argument that is of another kind than it should be, and `ValueError` for a layer that `filter` wants and that
-    cannot be (all of them named); nothing has been converted then.
+    A converted layer has no double backward (`fp8watch.emulation.first_order`). Raises `TypeError` for an argument of
+    the wrong type, and `ValueError`, which names them all, if `filter` accepts layers that cannot be converted; then
+    nothing is converted.
     """
     checks.module("model", model)
     recipe = DelayedScaling() if recipe is None else recipe
@@ -63,7 +63,7 @@ def convert(
 
 
 def _chosen(model: nn.Module, fits: Filter) -> dict[str, nn.Linear]:
-    """The layers to be converted, by name. Raises `ValueError` for those that are wanted and cannot be."""
+    """The layers to convert, by name. Raises `ValueError` if `fits` accepts layers that cannot be converted."""
     chosen: dict[str, nn.Linear] = {}
     wrong = []
     for name, module in model.named_modules():

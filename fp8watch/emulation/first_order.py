@@ -1,8 +1,8 @@
-"""Gradients that cannot be differentiated again, said at once to those who are about to.
+"""Refuses a double backward at once, in the first backward.
 
-Torch's `once_differentiable` raises in the second backward, and only where a path leads there that it has recorded.
-None leads from a last layer's gradient to its input: its share of a gradient penalty would be missing from a sum, or a
-Hessian-vector product zero, without a word.
+Torch's `once_differentiable` raises in the second backward, and only if a recorded path leads there. No path leads from
+a last layer's gradient to its input, so its share of a gradient penalty would silently be missing from the sum, or a
+Hessian-vector product would silently be zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """The `backward` of an autograd function. Raises `RuntimeError` under `create_graph=True`, with nothing changed."""
+    """Make the `backward` of an autograd function raise `RuntimeError` under `create_graph=True`, before any change."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *gradients: Any) -> Gradients:

@@ -1,7 +1,7 @@
 """`nn.Linear` with its three GEMMs on FP8 values: y = x8 w8^T, dx = g8 w8, dw = g8^T x8, accumulated in FP32.
 
-In high precision the same GEMMs run on BF16 operands, accumulated in FP32 as a tensor core does, and the amax
-of every operand is measured and the scales follow it, so that a return to FP8 starts from fresh scales.
+In high precision the same GEMMs run on BF16 operands, accumulated in FP32 as on a tensor core. The amax of every
+operand is still measured and the scales follow it, so a return to FP8 starts from fresh scales.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fp8watch.formats import Fp8Format
 
 
 class Fp8Linear(nn.Linear):
-    """Drop-in for `nn.Linear`; same parameters, same `state_dict` (FP8 state is kept by `EmulatedControls`).
+    """Drop-in for `nn.Linear` with the same parameters and `state_dict` (`EmulatedControls` saves the FP8 state).
 
-    Input of any float dtype [..., in_features]; the output has its dtype, or autocast's.
+    Input of any float dtype [..., in_features]; the output has the same dtype, or autocast's.
     """
 
     recipe: DelayedScaling
@@ -38,9 +38,9 @@ class Fp8Linear(nn.Linear):
     scaling_backward: ScalingState
     """Tensor grad_output."""
     is_high_precision: bool
-    """Wish for the next region; see `ran_high_precision` for what was done."""
+    """Precision to use from the next region on; see `ran_high_precision` for the one that was used."""
     ran_high_precision: bool | None
-    """What the last forward did; None: none since the last switch."""
+    """Whether the last forward ran in high precision; None: none since the last switch."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Fp8Linear(nn.Linear):
         self.start_fp8(DelayedScaling() if recipe is None else recipe, AmaxGroup(amax_group))
 
     def start_fp8(self, recipe: DelayedScaling, amax_group: AmaxGroup) -> None:
-        """Fresh FP8 state (scales 1, histories 0): of a new layer, or of an `nn.Linear` whose class was changed."""
+        """Set fresh FP8 state (scales 1, histories 0), for a new layer or an `nn.Linear` whose class was changed."""
         checks.of_kind("recipe", recipe, DelayedScaling, "fp8watch.emulation.DelayedScaling(...)")
         device = self.weight.device if self.weight.device.type != "meta" else torch.device("cpu")
         length = recipe.amax_history_len
@@ -71,7 +71,7 @@ class Fp8Linear(nn.Linear):
         self.ran_high_precision = None
 
     def set_high_precision(self, high_precision: bool) -> None:
-        """Run in BF16 from the next region on, or in FP8 again with scales made from the amax seen meanwhile."""
+        """Run in BF16 from the next region on, or again in FP8 with scales made from the amax measured meanwhile."""
         checks.of_kind("high_precision", high_precision, bool, "True or False")
         if high_precision == self.is_high_precision:
             return
@@ -99,7 +99,7 @@ class Fp8Linear(nn.Linear):
             output: torch.Tensor = _Fp8Matmul.apply(  # type: ignore[no-untyped-call]
                 input, self.weight, self.bias, self, region, is_recompute, out_dtype
             )
-        # Shaped out here: what a custom function returns as a view no activation may write to in place.
+        # Reshaped here, because a view returned by a custom function must not be changed by an in-place activation.
         return output if input.dim() == 2 else output.view(*input.shape[:-1], output.shape[-1])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
@@ -110,12 +110,12 @@ class Fp8Linear(nn.Linear):
         return self
 
     def extra_repr(self) -> str:
-        """Adds the format to what `nn.Linear` says."""
+        """`nn.Linear`'s, and the format."""
         return f"{super().extra_repr()}, fp8={self.recipe.fp8_format}"
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
-    """The GEMMs below are FP32 whatever autocast would make of them."""
+    """Context in which the GEMMs run in FP32 even under autocast."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
@@ -131,7 +131,7 @@ def _cast(
     amax: torch.Tensor | None,
     is_high_precision: bool,
 ) -> torch.Tensor:
-    """The operand as float32 FP8 values, or rounded to BF16; taps are told when `amax` is given (not recomputed)."""
+    """The operand as float32 FP8 values, or rounded to BF16. Without `amax` (recomputation) no tap is called."""
     taps = all_taps() if amax is not None else ()
     if amax is not None and not is_high_precision:
         for listener in all_value_taps():
@@ -149,7 +149,7 @@ def _cast(
 
 
 class _Fp8Matmul(torch.autograd.Function):
-    """The GEMMs. Operands are kept unscaled; the inverse scales go into the smallest factor."""
+    """The GEMMs. Operands are kept without their inverse scales, which are multiplied into the smallest factor."""
 
     @staticmethod
     def forward(
@@ -170,7 +170,7 @@ class _Fp8Matmul(torch.autograd.Function):
         if not is_recompute:
             input_amax, weight_amax = measure_amax(x), measure_amax(weight)
             state.record(torch.stack((input_amax, weight_amax)))
-            if not region.is_training:  # evaluation: recorded as in Transformer Engine, but no step's business
+            if not region.is_training:  # evaluation: recorded as in Transformer Engine, but not reported to taps
                 input_amax = weight_amax = None
         x8 = _cast(module, INPUT, x, input_scale, state.fmt, amax=input_amax, is_high_precision=call.is_high_precision)
         w8 = _cast(

@@ -1,8 +1,8 @@
 """The delayed-scaling recipe: a mutable object, as in Transformer Engine, read at every scale update.
 
-`margin`, `amax_compute_algo` and `reduce_amax` may be changed while a run goes on and take effect at the next
-update; what may not be given may not be set either. `fp8_format` and `amax_history_len` are read when a module is
-made; a later change is ignored, as Transformer Engine does for the same recipe object.
+`margin`, `amax_compute_algo` and `reduce_amax` may be changed during a run and take effect at the next update; values
+are checked in the constructor and when set. `fp8_format` and `amax_history_len` are read when a module is made; a later
+change is ignored, as in Transformer Engine for the same recipe object.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from fp8watch.formats import E4M3, E5M2, MAX_MARGIN, Fp8Format
 FormatName = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 MAX_HISTORY = 65_536
-"""Updates: 64 times Transformer Engine's default, and 0.75 MB a layer."""
+"""Updates: 64 times Transformer Engine's default, and 0.75 MB per layer."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DelayedScaling:
     """Scale of a tensor = fp8_max * 2^-margin / amax over a window of past updates.
 
-    Defaults are those of Transformer Engine 2.20's `DelayedScaling`. Raises `TypeError` for what is of another kind
-    than it should be, `ValueError` for what is out of bounds or unknown.
+    Defaults are those of Transformer Engine 2.20's `DelayedScaling`. Raises `TypeError` for a wrong type, `ValueError`
+    for a value that is out of bounds or unknown.
     """
 
     margin: float = 0.0
-    """Head-room in powers of two, from -16 to 16 (`fp8watch.formats.MAX_MARGIN`)."""
+    """Headroom in powers of two, from -16 to 16 (`fp8watch.formats.MAX_MARGIN`)."""
     fp8_format: FormatName = "HYBRID"
-    """HYBRID: E4M3 for input and weight, E5M2 for gradients. E4M3: that for all."""
+    """HYBRID: E4M3 for input and weight, E5M2 for gradients. E4M3: E4M3 for all."""
     amax_history_len: int = 1024
     """Window in updates (micro-batches, not optimizer steps), from 1 to `MAX_HISTORY`."""
     amax_compute_algo: AmaxAlgorithm = "max"
-    """What is taken from the window."""
+    """Which amax of the window sets the scale."""
     reduce_amax: bool = True
     """Take the maximum over the process group before the update."""
 

@@ -1,14 +1,14 @@
-"""Which forward a cast belongs to: when scales are updated, and what a recomputation must use again.
+"""Which forward a cast belongs to: determines when scales are updated, and which scales a recomputation must reuse.
 
-A region is one forward of a model, from the outermost call of a converted root (or `autocast`) to its end.
-There the forward scales are updated once, if gradients are on. Its backward updates the gradient scales once,
-when the whole backward is over: Transformer Engine does it in the backward of the region's first module, which
-under recomputation may run before others or not be the first at all; the autograd engine's final callback
-comes after every gradient was cast, whatever the order, and exactly once a backward.
+A region is one forward of a model, from the outermost call of a converted root (or `autocast`) to its end. At its end
+the forward scales are updated once, if gradients are on. Its backward updates the gradient scales once, when the whole
+backward is over. Transformer Engine does that in the backward of the region's first module, which under recomputation
+may run before others or not be the first at all. The autograd engine's final callback, used here, comes after every
+gradient was cast, in any order, and exactly once per backward.
 
-A forward that runs while a backward is under way is a recomputation (activation checkpointing, either kind).
-It belongs to the region whose backward that is: it casts with the scales that region used, records no amax and
-updates nothing. The region is known from a hook on the root's outputs or from an FP8 layer's backward.
+A forward that runs during a backward is a recomputation (activation checkpointing, either kind). It belongs to the
+region of that backward: it casts with the scales that the region used, records no amax and updates nothing. The region
+is known from a hook on the root's outputs or from an FP8 layer's backward.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a module's casts in one region use: `scale` float32 [2] (input, weight), a copy."""
+    """What a module's casts in one region use. `scale`: float32 [2] (input, weight), a copy."""
 
     scale: torch.Tensor
     is_high_precision: bool
 
 
 class Region:
-    """One forward and its backward. Holds modules weakly: the autograd graph keeps regions alive."""
+    """One forward and its backward. Holds modules weakly, because the autograd graph keeps regions alive."""
 
     def __init__(self, owner: torch.nn.Module | None, frame: FrameType | None = None) -> None:
         self.is_training = torch.is_grad_enabled()
@@ -53,7 +53,7 @@ class Region:
         self._is_forward_updated = False
 
     def call(self, module: Fp8Linear) -> Call:
-        """Scales and precision of this module's casts here, fixed by its first one."""
+        """Scales and precision of this module's casts in the region, fixed at its first call."""
         found = self._calls.get(module)
         if found is None:
             found = Call(module.scaling_forward.scale.clone(), module.is_high_precision)
@@ -67,7 +67,7 @@ class Region:
         return module in self._calls
 
     def finish_forward(self, output: Any) -> None:
-        """The outermost call returned `output`: update, and learn when its backward begins."""
+        """The outermost call returned `output`: update the forward scales, and hook the beginning of its backward."""
         if not self.is_training:
             return
         self._is_forward_updated = True
@@ -80,7 +80,7 @@ class Region:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Called from inside the engine by whatever of this region comes first, any number of times."""
+        """Called inside the autograd engine by any part of this region, any number of times."""
         _local.backward = self
         if not self._is_backward_under_way:
             self._is_backward_under_way = True
@@ -92,13 +92,13 @@ class Region:
             _local.backward = None
         modules = self._modules()
         if not self._is_forward_updated:
-            # Entered without gradients and yet differentiated: a reentrant checkpoint around the whole region.
+            # The region began without gradients but is differentiated: a reentrant checkpoint around all of it.
             self._is_forward_updated = True
             update_scales(modules, is_forward=True)
         update_scales(modules, is_forward=False)
 
     def _modules(self) -> list[Fp8Linear]:
-        """All of the owner's modules, run or not, in module order (the same on every rank), then other callers."""
+        """All of the owner's modules, run or not, in module order (the same on every rank), then others that ran."""
         owner = self._owner() if self._owner is not None else None
         own = fp8_modules(owner) if owner is not None else []
         known = set(own)
@@ -118,17 +118,17 @@ def fp8_modules(model: torch.nn.Module) -> list[Fp8Linear]:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is executing a backward pass: a forward now is a recomputation."""
+    """Whether this thread is executing a backward pass; then a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def open_region() -> Region | None:
-    """The region of the forward under way on this thread."""
+    """The region of the forward that is running on this thread."""
     return getattr(_local, "open", None)
 
 
 def recomputed_region(module: Fp8Linear) -> Region | None:
-    """The region whose backward is recomputing this module; None when the module never ran in one."""
+    """The region whose backward is recomputing this module; None if the module never ran in one."""
     active: Region | None = getattr(_local, "backward", None)
     if active is not None and active.has_run(module):
         return active
@@ -147,7 +147,7 @@ def enter(module: torch.nn.Module, args: Any) -> None:
     if region is not None and (region.frame is None or _is_on_stack(region.frame, caller)):
         region.depth += 1
         return
-    # None open, or one left behind by a KeyboardInterrupt, which runs no forward hooks.
+    # No region is open, or only one left behind by a KeyboardInterrupt, which runs no forward hooks.
     _local.open = Region(module, frame=caller)
 
 
@@ -174,11 +174,11 @@ def _is_on_stack(frame: FrameType, top: FrameType) -> bool:
 
 @contextlib.contextmanager
 def autocast(owner: torch.nn.Module | None = None) -> Iterator[None]:
-    """One forward by hand: for code that calls parts of a converted model without calling the model itself.
+    """Context for one forward, for code that calls parts of a converted model and not the model itself.
 
-    `owner`: the model whose modules all take part in the update, run or not; needed when amax is reduced over
-    ranks that may run different modules. Inside another region, or during recomputation, it changes nothing.
-    Nothing is updated when the body raises. Raises `TypeError` for an owner that is no model.
+    `owner`: the model whose modules all take part in the update, run or not; needed when amax is reduced over ranks
+    that may run different modules. It has no effect inside another region or during recomputation. Nothing is updated
+    if the body raises. Raises `TypeError` for an owner that is not a model.
     """
     if owner is not None:
         checks.module("owner", owner)

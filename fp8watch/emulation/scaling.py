@@ -1,8 +1,8 @@
 """Scales and amax history of the tensors that one module casts in one direction.
 
-The layout is Transformer Engine's: `scale` float32 [n], `amax_history` float32 [history_len, n]. Casts write
-their amax into row 0; an update rolls it to the last row, newest last, and zeroes row 0. With a history of one
-the stored history is therefore zero after every update.
+The layout is Transformer Engine's: `scale` float32 [n], `amax_history` float32 [history_len, n]. Casts write their
+amax into row 0; an update rolls it to the last row (newest last) and zeroes row 0. So with a history of length 1 the
+stored history is zero after every update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 class ScalingState:
-    """What `RecipeState` is in Transformer Engine. Tensors are changed in place only; they start at 1 and 0.
+    """Counterpart of Transformer Engine's `RecipeState`. Tensors change in place only; scales start at 1, amaxes at 0.
 
     Raises `TypeError` and `ValueError` as `DelayedScaling` does.
     """
@@ -35,24 +35,24 @@ class ScalingState:
         self.scale = torch.ones(len(self.tensors), dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(history_len, len(self.tensors), dtype=torch.float32, device=device)
         self.newest_amax = torch.zeros(len(self.tensors), dtype=torch.float32, device=device)
-        """Reduced amax of the newest update that saw one, also where the history no longer holds it."""
+        """Reduced amax of the last update in which the tensor ran, also if the history no longer holds it."""
 
     def record(self, amax: torch.Tensor) -> None:
-        """Take the amax [n] of a cast into row 0 (maximum, NaN ignored)."""
+        """Add the amax [n] of a cast to row 0 (maximum, NaN ignored)."""
         row = self.amax_history[0]
         torch.fmax(row, amax, out=row)
 
     def _demanded(self, amax: torch.Tensor, margin: float, today: torch.Tensor) -> torch.Tensor:
-        """fp8_max * 2^-margin / amax; FLT_MAX where that is infinite, today's scale where amax is no use."""
-        # A true division as in the kernel: `number / tensor` would be a reciprocal and a product, one ulp off.
+        """fp8_max * 2^-margin / amax; FLT_MAX where that is infinite, `today` where amax is 0, infinite or NaN."""
+        # A true division, as in the kernel: `number / tensor` would be a reciprocal and a product, one ulp off.
         wanted = torch.full_like(amax, self.fmt.max * 2.0**-margin).div_(amax).clamp_(max=_FLOAT_MAX)
         return torch.where(torch.isfinite(amax) & (amax > 0), wanted, today)
 
     def update(self, recipe: DelayedScaling, amax: torch.Tensor) -> None:
-        """Roll the history and set the scales from the window, as the fused kernel of delayed_scaling.cu.
+        """Roll the history and set the scales from the window, like the fused kernel in delayed_scaling.cu.
 
-        `amax` [n] is row 0 after reduction over ranks. A tensor whose amax is 0 did not run: neither its history
-        nor its scale moves.
+        `amax` [n] is row 0 after the reduction over ranks. A tensor whose amax is 0 did not run: its history and its
+        scale do not change.
         """
         history = self.amax_history
         has_run = amax != 0
@@ -68,7 +68,7 @@ class ScalingState:
         history.copy_(torch.where(has_run, rolled, history))
 
     def purge(self, recipe: DelayedScaling, index: int | None = None) -> None:
-        """Take non-finite values out of the window and set the scale from what is left, at once.
+        """Remove non-finite values from the window and set the scale from the rest, at once.
 
         `index`: one tensor; None: all. The newest amax counts even if a faulty update kept it out of the history.
         """
@@ -82,7 +82,7 @@ class ScalingState:
         scale.copy_(self._demanded(window, recipe.margin, scale))
 
     def to(self, device: torch.device) -> None:
-        """Move to a device; stays float32 whatever dtype the module is cast to."""
+        """Move to a device. Stays float32 even if the module is cast to another dtype."""
         self.scale = self.scale.to(device)
         self.amax_history = self.amax_history.to(device)
         self.newest_amax = self.newest_amax.to(device)
@@ -92,14 +92,14 @@ class ScalingState:
         return {name: getattr(self, name).clone() for name in _TENSORS}
 
     def check_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Raise `KeyError` or `ValueError` for what `load_state_dict` could not restore."""
+        """Raise `KeyError` or `ValueError` if `load_state_dict` could not restore this state."""
         for name in _TENSORS:
             own: torch.Tensor = getattr(self, name)
             if state[name].shape != own.shape:
                 raise ValueError(f"{name} is {tuple(state[name].shape)}, not {tuple(own.shape)}")
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore in place; as `check_state_dict`, with nothing changed."""
+        """Restore in place. Raises as `check_state_dict`, with nothing changed."""
         self.check_state_dict(state)
         for name in _TENSORS:
             getattr(self, name).copy_(state[name])

@@ -1,7 +1,7 @@
-"""Element counts and error of one cast, for steps in which somebody asked for them.
+"""Element counts and error of one cast, for sampled steps.
 
-The cast is the one of `fp8watch.emulation.cast`, bit for bit; it only keeps what it would overwrite.
-On a CPU a pass is left out where amax already proves its answer, which costs no synchronisation there.
+The cast is that of `fp8watch.emulation.cast`, bit for bit, except that it keeps values instead of overwriting them.
+On a CPU, where reading amax costs no synchronisation, a pass is skipped if amax already proves its result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8watch.formats import Fp8Format
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastStatistics:
-    """All 0-dim tensors: counts int64, `squared_error` and `squared_values` (sums, unscaled) float32."""
+    """All 0-D tensors: counts int64, `squared_error` and `squared_values` (sums, unscaled) float32."""
 
     quantized: torch.Tensor
     saturated: torch.Tensor
@@ -33,9 +33,9 @@ class CastStatistics:
 def quantize_and_count(
     values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, amax: torch.Tensor
 ) -> tuple[torch.Tensor, CastStatistics]:
-    """`quantize`, and what happened to the elements; `amax` is that of `values`.
+    """`quantize`, and the statistics of the cast; `amax` is that of `values`.
 
-    `scale` has one element, or broadcasts over `values` (a scale a row or a column).
+    `scale` has one element, or broadcasts over `values` (one per row or column).
     """
     values = values.float()
     scaled = values * scale
@@ -49,7 +49,7 @@ def quantize_and_count(
     saturated = _count_nonzero(scaled.abs() > fmt.max) if may_saturate else zero
     nonfinite = _count_nonzero(~torch.isfinite(values)) if may_be_nonfinite else zero
     codes = round_to_fp8(scaled.clamp(-fmt.max, fmt.max) if may_saturate else scaled, fmt, in_place=False)
-    # Divided before it is squared: of a value far beyond the range, the square in units of the code is infinite.
+    # Divided before it is squared: for a value far beyond the range, the square in units of the code is infinite.
     error = scaled.sub_(codes).div_(scale).reshape(-1)
     statistics = CastStatistics(
         quantized=torch.full((), values.numel(), dtype=torch.int64, device=values.device),
@@ -63,7 +63,7 @@ def quantize_and_count(
 
 
 def _count_nonzero(values: torch.Tensor) -> torch.Tensor:
-    """0-dim int64; NaN counts. On a CPU by way of numpy, whose count is four times as fast."""
+    """0-D int64; NaN counts as non-zero. On a CPU by numpy, which is four times as fast."""
     if values.device.type != "cpu":
         return torch.count_nonzero(values)
     return torch.tensor(int(np.count_nonzero(values.bool().numpy())), device="cpu")

@@ -1,7 +1,7 @@
-"""Where a monitor listens: every cast and every scale update of the process passes here.
+"""Taps: listeners that a monitor adds, called for every cast and every scale update of the process.
 
-As in Transformer Engine there is one place for all models; a tap ignores modules that are not its own. Taps
-run on the thread of the cast (autograd's in a backward pass), must not raise, and must not change what they get.
+As in Transformer Engine there is one place for all models; a tap ignores modules that are not its own. Taps run on the
+thread of the cast (autograd's in a backward pass), must not raise, and must not change their arguments.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 
 
 class Tap(Protocol):
-    """Listener; never told of recomputation, and of evaluation (no_grad) neither."""
+    """Listener. It is not called for recomputation or evaluation (no_grad)."""
 
     def wants_statistics(self, module: Fp8Linear) -> bool:
-        """Whether the next cast of this module is to be counted."""
+        """Whether to count the next cast of this module."""
 
     def on_cast(
         self, module: Fp8Linear, tensor: int, *, high_precision: bool, statistics: CastStatistics | None
     ) -> None:
-        """A tensor (INPUT, WEIGHT, GRAD_OUTPUT) was cast, or only measured when in high precision."""
+        """A tensor (INPUT, WEIGHT, GRAD_OUTPUT) was cast, or in high precision only measured."""
 
     def on_update(
         self, modules: Sequence[Fp8Linear], *, is_forward: bool, amax: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """Just before an update: reduced amax and the scales in force until now, concatenated, float32.
+        """Just before an update: the reduced amaxes and the old scales, concatenated, float32.
 
-        Forward: two elements a module (input, weight); backward: one (grad_output).
+        Forward: two elements per module (input, weight); backward: one (grad_output).
         """
 
 
 class ValueTap(Protocol):
-    """Somebody who wants to look at what is cast, in the steps in which it listens. The rules are those of `Tap`."""
+    """Listener for the values that are cast. The rules of `Tap` apply."""
 
     def on_values(
         self, module: Fp8Linear, tensor: int, *, values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format,
@@ -54,30 +54,30 @@ _value_taps: list[ValueTap] = []
 
 
 def add_tap(tap: Tap) -> None:
-    """Listen from now on."""
+    """Start listening."""
     _taps.append(tap)
 
 
 def remove_tap(tap: Tap) -> None:
-    """Stop listening; nothing happens if it does not listen."""
+    """Stop listening; no effect if it does not listen."""
     _taps[:] = [other for other in _taps if other is not tap]
 
 
 def all_taps() -> Sequence[Tap]:
-    """Those that listen now."""
+    """All current taps."""
     return _taps
 
 
 def add_value_tap(tap: ValueTap) -> None:
-    """Look at values from now on."""
+    """Start listening to values."""
     _value_taps.append(tap)
 
 
 def remove_value_tap(tap: ValueTap) -> None:
-    """Stop looking; nothing happens if it does not."""
+    """Stop listening to values; no effect if it does not listen."""
     _value_taps[:] = [other for other in _value_taps if other is not tap]
 
 
 def all_value_taps() -> Sequence[ValueTap]:
-    """Those that look now."""
+    """All current value taps."""
     return _value_taps

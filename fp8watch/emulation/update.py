@@ -1,7 +1,7 @@
-"""One scale update of one direction for a set of modules: reduce, tell the taps, roll.
+"""One scale update of one direction for a set of modules: reduce the amaxes, tell the taps, update the states.
 
-All amaxes of a recipe and process group travel in one MAX all-reduce, as in Transformer Engine. Every rank must
-pass the same modules in the same order; a module that did not run contributes 0 and is left alone.
+All amaxes of a recipe and process group are reduced in one MAX all-reduce, as in Transformer Engine. Every rank must
+pass the same modules in the same order. A module that did not run contributes 0 and keeps its state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AmaxGroup:
-    """Holds the process group of a module: shared by deep copies, left behind by pickling (None is the world)."""
+    """Holds the process group of a module. Deep copies share it, pickles drop it (None: all ranks)."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         checks.group("amax_group", group)
@@ -41,7 +41,7 @@ def state_of(module: Fp8Linear, *, is_forward: bool) -> ScalingState:
 
 @torch.no_grad()
 def update_scales(modules: Sequence[Fp8Linear], *, is_forward: bool) -> None:
-    """Update all these modules' scales of one direction from the amaxes recorded since the last update."""
+    """Update the scales of these modules in one direction, from the amaxes recorded since the last update."""
     batches: dict[tuple[int, int, torch.device], list[Fp8Linear]] = {}
     for module in modules:
         key = (id(module.recipe), id(module.amax_group.group), module.scaling_forward.scale.device)

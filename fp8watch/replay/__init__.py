@@ -1,1 +1,1 @@
-"""Recorded runs through the same detectors and policies: other tools' logs and our own store."""
+"""Runs recorded runs through the same detectors and policies: other tools' logs and our own stores."""

@@ -1,9 +1,9 @@
-"""An incident as one file that can be kept, sent and replayed: what was found and done, and the frames around it.
+"""An incident as one file to keep, send and replay: findings and actions, and the frames around them.
 
 A ZIP archive: `report.txt` for people; `manifest.json` (versions, window, checksums, whether a replay reproduces the
 findings); `trace.jsonl`, `findings.json`, `actions.json`, `results.json`, `hello.json`, `policy.yaml`; `frames.sqlite`
 (a store with every rank's frames at full resolution, and their layouts); `samples.json` and `state.msgpack` (the
-detectors as they stood before the first frame), so that `fp8watch replay bundle.zip` finds the same again.
+state of the detectors before the first frame), so that `fp8watch replay bundle.zip` finds the same again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.detect.base import Sample
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import BadInput
-from fp8watch.policy.view import Trouble, trouble_of
 from fp8watch.records import Finding, Layout, StepFrame
+from fp8watch.replay.detected import open_troubles
 from fp8watch.replay.incident import Incident
 from fp8watch.replay.recording import Facts, Recording, Seen
 from fp8watch.replay.reenact import Reenactment, has_journal
@@ -43,42 +43,42 @@ from fp8watch.replay.reenact import Reenactment, has_journal
 logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 MARGIN_STEPS = 256
-"""Steps before the onset and after the last line of the log whose frames go into a bundle, as the store keeps them."""
+"""Steps before the onset and after the last line of the log whose frames go into a bundle; the store keeps as many."""
 LIMIT_BYTES = 256 << 20
-"""Unpacked size of a part that is read into memory."""
+"""Largest unpacked size of a part that is read into memory."""
 FRAMES = "frames.sqlite"
 FRAMES_LIMIT_BYTES = 8 << 30
-"""Unpacked size of the frames, which go to disk."""
+"""Largest unpacked size of the frames, which go to disk."""
 _BLOCK_BYTES = 1 << 20
 _CHANGED = "its checksum is not the manifest's: it was changed or damaged"
 SUFFIX = ".zip"
 _OF_DETECTORS = re.compile(r"(\d+-)?f\d+")
-"""Ids of what detectors find; the controller's own findings (data that repeats) need more than frames."""
+"""Ids of the detectors' findings. The controller's own findings (data that repeats) need more than frames."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A sample of the window, in the order in which the detectors saw them."""
+    """A sample of the window; rows are in the order in which the detectors saw them."""
 
     attempt: int
     step: int
     is_quiet: bool = False
     generation: int = 0
-    """Of the detectors: another one means that a new process began with new ones."""
+    """Counts the sets of detectors: each new process began with new ones."""
     expected_ranks: int = 0
 
 
 class Window(msgspec.Struct, kw_only=True):
-    """What a replay of the bundle needs beside the frames."""
+    """What a replay of the bundle needs besides the frames."""
 
     rows: list[Row] = []
     prefixes: dict[int, str] = {}
-    """Generation -> what the ids of its findings begin with."""
+    """Generation -> prefix of the ids of its findings."""
 
 
 def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
-    """Write a bundle; its manifest. Goes once through the run to get the detectors' state.
+    """Write a bundle and return its manifest. Replays the run once to get the detectors' state.
 
-    Raises `OSError` with whatever was at `path` before still there.
+    Raises `OSError`, and then leaves the file at `path` as it was.
     """
     window, state = _window(store, incident)
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
 
 
 def _written(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Whole or not at all. A link stays one; a device or a pipe, which must not be replaced, is written as it is."""
+    """A file that is written whole or not at all. A link stays a link; a device or a pipe is written, not replaced."""
     if path.exists() and not path.is_file():
         return path.open("wb")
     return replacing(path.resolve(), durable=True)
@@ -202,12 +202,12 @@ def _copy_frames(store: Store, incident: Incident, window: Window, path: Path) -
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether the file is an archive that looks like one of ours."""
+    """Whether the file is an archive that may be one of ours."""
     return path.suffix == SUFFIX and zipfile.is_zipfile(path)
 
 
 def read(path: Path) -> list[Recording]:
-    """The run's part in a bundle. Raises `BadInput` for an archive that is none, damaged or of a newer format."""
+    """The recording in a bundle. Raises `BadInput` if the archive is no bundle, damaged or of a newer format."""
     try:
         with zipfile.ZipFile(path) as archive:
             with archive.open("manifest.json") as packed:
@@ -230,7 +230,7 @@ def read(path: Path) -> list[Recording]:
         NotImplementedError,
         RuntimeError,
     ) as error:  # recursion too
-        # Another program's archive: of another make, packed in another way, or with a password.
+        # Another program's archive: with other contents, another compression, or a password.
         logger.debug("%s is no bundle", path, exc_info=True)
         made_by = "what `fp8watch incident export` writes has a manifest.json with its format, run and checksums"
         raise BadInput([f"{path}:1: bundle: an archive, but no incident bundle: {made_by}"]) from error
@@ -248,7 +248,7 @@ def read(path: Path) -> list[Recording]:
 
 def _checked(path: Path, archive: zipfile.ZipFile, manifest: dict[str, Any], name: str) -> bytes:
     with archive.open(name) as packed:
-        data = packed.read(LIMIT_BYTES + 1)  # what the archive says of its size need not be so
+        data = packed.read(LIMIT_BYTES + 1)  # the size that the archive declares may be wrong
     if len(data) > LIMIT_BYTES:
         raise BadInput([f"{path}:1: {name}: larger than {LIMIT_BYTES} bytes"])
     if hashlib.sha256(data).hexdigest() != manifest["sha256"][name]:
@@ -257,7 +257,7 @@ def _checked(path: Path, archive: zipfile.ZipFile, manifest: dict[str, Any], nam
 
 
 def _unpack(path: Path, archive: zipfile.ZipFile, manifest: dict[str, Any], name: str, target: Path) -> None:
-    """A large part into a file, block by block."""
+    """Unpack a large part into a file, block by block."""
     digest, size = hashlib.sha256(), 0
     try:
         with archive.open(name) as packed, target.open("wb") as out:
@@ -280,14 +280,14 @@ def _sum_of(path: Path) -> str:
 
 
 def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) -> Iterator[Seen]:
-    """The window's samples through the detectors, which go on from the state that they were in."""
+    """Run the window's samples through the detectors, which continue from their saved state."""
     layouts = {(item.attempt, item.rank, item.layout_id): item for item in store.read(run, Layout)}
     pipeline, generation = Pipeline(run), window.rows[0].generation if window.rows else 0
     if state is not None:
         try:
             pipeline.load(state)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            logger.warning("bundle of run %s: the detectors begin anew, for their state is another's: %s", run, error)
+            logger.warning("bundle of run %s: the detectors start afresh, their state cannot be read: %s", run, error)
     closer, attempt = CloserBook(), None
     for row in window.rows:
         if row.generation != generation:
@@ -308,11 +308,4 @@ def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) ->
             )
             for item in pipeline.observe(sample)
         ]
-        yield Seen(sample=sample, findings=findings, troubles=lambda now=pipeline: _troubles(now))  # type: ignore[misc]
-
-
-def _troubles(pipeline: Pipeline) -> tuple[Trouble, ...]:
-    return tuple(
-        trouble_of(incident, name=incident.id, finding=incident.findings[-1], evidence=incident.evidence)
-        for incident in pipeline.open_incidents()
-    )
+        yield Seen(sample=sample, findings=findings, troubles=lambda now=pipeline: open_troubles(now))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Policies side by side on the same recorded runs: the findings are the same by construction, the answers differ."""
+"""Compares policies on the same recorded runs: the findings are the same by construction, the answers differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8watch.replay.recording import Recording
 from fp8watch.replay.run import Assumptions, each
 
 SUMS = ("actions", "rollbacks", "steps_replayed", "proposed", "asked", "unavailable", "refused", "undone")
-"""Costs that add up over runs."""
+"""Costs that are summed over runs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,23 +23,23 @@ class Compared:
     """One run under every policy."""
 
     run: str
-    """Its name, with as much of its path as tells it from others of that name."""
+    """Its name, with as much of its path as distinguishes it from other runs of that name."""
     steps: int = 0
     findings: Counter[str] = field(default_factory=Counter)
-    """Severity -> how many; the same for all."""
+    """Severity -> number of findings; the same for all policies."""
     costs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Policy -> `Rehearsal.cost`."""
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Policy -> the lines that replay would print."""
     apart_at: int | None = None
-    """First step at which the policies did not answer alike; None: nowhere."""
+    """First step at which the policies answered differently; None: none."""
 
 
 def compare(
     policies: dict[str, Policy], paths: Sequence[Path | str], assumptions: Assumptions, notes: list[str] | None = None
 ) -> tuple[list[Compared], list[str]]:
-    """Every run at these paths under every policy, in one pass a run; and what was wrong with the input. `notes` gets
-    what is to be said of how a run was read."""
+    """Every run at these paths under every policy, in one pass per run; and the problems of the input. Remarks on how a
+    run was read are added to `notes`. Raises `Unreachable` if a Redis does not answer."""
     found: list[Compared] = []
     places: list[tuple[str, str]] = []
 
@@ -54,10 +54,10 @@ def compare(
                 compared.findings.update(finding.severity for finding in seen.findings)
                 saved = list(recording.facts.saved)
                 for name, rehearsal in rehearsals.items():
-                    recording.facts.saved = list(saved)  # each takes what is new out of there
+                    recording.facts.saved = list(saved)  # each rehearsal empties it
                     compared.answers[name] += rehearsal.observe(seen)
                 recording.facts.saved = []
-        finally:  # a bad row ends the run; what came before it counts
+        finally:  # a bad row ends the run; steps before it count
             compared.costs = {name: rehearsal.cost() for name, rehearsal in rehearsals.items()}
             compared.apart_at = _apart_at(compared.answers)
             if notes is not None:
@@ -75,7 +75,7 @@ def totals(runs: Sequence[Compared], name: str) -> dict[str, int]:
 
 
 def as_json(runs: Sequence[Compared], policies: Sequence[str]) -> dict[str, Any]:
-    """All of it as one document."""
+    """The whole comparison as one document."""
     return {
         "policies": list(policies),
         "runs": [
@@ -90,7 +90,7 @@ def as_json(runs: Sequence[Compared], policies: Sequence[str]) -> dict[str, Any]
 
 
 def rows(runs: Sequence[Compared], policies: Sequence[str]) -> list[tuple[object, ...]]:
-    """One row a run and policy, and a total for each policy."""
+    """One row per run and policy, and a total per policy."""
     made: list[tuple[object, ...]] = []
     for run in runs:
         found = f"{run.findings['act']} act, {run.findings['warn']} warn"
@@ -114,7 +114,7 @@ def _cells(cost: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _apart_at(answers: dict[str, list[dict[str, Any]]]) -> int | None:
-    """The first step whose lines differ between any two policies (rule names and reasons aside)."""
+    """The first step whose lines differ between any two policies, apart from rule names and reasons."""
     logs = [[(row["step"], row["kind"], row["action"], row["params"]) for row in lines] for lines in answers.values()]
     longest = max((len(log) for log in logs), default=0)
     for index in range(longest):

@@ -1,5 +1,5 @@
-"""The steps of any recording with what the detectors make of them: through the live controller's own code for runs of
-ours, through the same detectors for other tools' logs."""
+"""The steps of any recording with their findings: by the live controller's own code for runs that fp8watch recorded, by
+the same detectors for other tools' logs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from fp8watch.replay.recording import Recording, Seen
 
 
 def detected(recording: Recording) -> Iterator[Seen]:
-    """Every step in order. Raises `BadInput` at the row that is wrong; what came before it has been yielded."""
+    """Every step in order. Raises `BadInput` at a bad row, after yielding the steps before it."""
     if recording.steps is not None:
         yield from _noting_lost_losses(recording, recording.steps())
         return
     pipeline = Pipeline(recording.run)
 
-    def troubles() -> tuple[Trouble, ...]:
-        return tuple(
-            trouble_of(incident, name=incident.id, finding=incident.findings[-1], evidence=incident.evidence)
-            for incident in pipeline.open_incidents()
-        )
-
     for sample in recording.samples:
-        yield Seen(sample=sample, findings=pipeline.observe(sample), troubles=troubles)
+        yield Seen(sample=sample, findings=pipeline.observe(sample), troubles=lambda: open_troubles(pipeline))
+
+
+def open_troubles(pipeline: Pipeline) -> tuple[Trouble, ...]:
+    """The detectors' open incidents, as a policy sees them."""
+    return tuple(
+        trouble_of(incident, name=incident.id, finding=incident.findings[-1], evidence=incident.evidence)
+        for incident in pipeline.open_incidents()
+    )
 
 
 def _noting_lost_losses(recording: Recording, steps: Iterator[Seen]) -> Iterator[Seen]:
-    """A run of our own says nothing of a loss that it was not given; the readers of logs count their own."""
+    """Add a note on steps without a loss to a run that fp8watch recorded. The readers of logs do that themselves."""
     count = first = 0
     try:
         for seen in steps:

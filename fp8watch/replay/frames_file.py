@@ -1,8 +1,8 @@
-"""Recorded runs in one small file: every rank's frames and layouts, column by column, packed with xz.
+"""Recorded runs in one small file: every rank's frames and layouts, column by column, compressed with xz.
 
-A frame's numbers lie beside those of the steps before and after it (tensor by tensor, byte plane by byte plane),
-which packs several times better than frames one after the other; what runs of one file have in common (the same
-training up to a fault) is kept once. What is written is read back to the bit.
+A frame's numbers are stored beside those of the steps before and after it (tensor by tensor, byte plane by byte plane),
+which compresses several times better than frame after frame. What runs of one file have in common (the same training up
+to a fault) is stored once. Runs are read back exactly as they were written.
 Written by tools that keep runs for later (`write`), read by `fp8watch replay` (`read`).
 """
 
@@ -28,7 +28,7 @@ from fp8watch.replay.recording import Recording
 SUFFIX = ".fp8rec"
 FORMAT_VERSION = 1
 LIMIT_BYTES = 1 << 30
-"""Unpacked size that is read; a larger one is refused."""
+"""Largest unpacked size; larger files are refused."""
 _MAGIC = b"\xfd7zXZ\x00"
 _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(f"<{name}") for name in ("f4", "f8", "u8", "u1", "i8")}
 
@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True):
-    """[len(rows), width] values; `rows` are the frames that have them (None: all)."""
+    """[len(rows), width] values; `rows`: indices (u4) of the frames that have them (None: all)."""
 
     name: str
     dtype: str
@@ -51,7 +51,7 @@ class _Rank(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     num_frames: int
     heads: list[_Table]
-    """attempt, step, layout_id, updates_forward, updates_backward, time_unix of each frame."""
+    """Each frame's attempt, step, layout_id, updates_forward, updates_backward, time_unix."""
     scalars: list[_Table]
     columns: list[_Table]
 
@@ -70,17 +70,17 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What a file holds of one run."""
+    """One run in a file."""
 
     run: str
     frames: list[StepFrame]
-    """Of any ranks and attempts, each rank's in order."""
+    """Frames of any ranks and attempts; those of each rank are in order."""
     layouts: list[Layout]
     notes: dict[str, Any] = field(default_factory=dict)
-    """Whatever the writer wants to keep beside the frames."""
+    """Whatever the writer wants to keep with the frames."""
 
     def samples(self) -> Iterator[Sample]:
-        """The samples that a controller makes of the frames."""
+        """The samples that a controller makes from the frames."""
         known = sorted(self.layouts, key=lambda layout: layout.attempt)
         frames = sorted(self.frames, key=lambda frame: (frame.attempt, frame.step, frame.rank))
         merger = Merger(num_ranks=max(1, len({frame.rank for frame in frames})))
@@ -97,7 +97,7 @@ class RecordedRun:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether the file is of this format (by name and first bytes)."""
+    """Whether the file is of this format, by its name and first bytes."""
     if path.suffix != SUFFIX:
         return False
     with path.open("rb") as handle:
@@ -105,7 +105,7 @@ def is_recording(path: Path) -> bool:
 
 
 def write(path: Path, runs: Iterable[RecordedRun]) -> None:
-    """Write runs to a file, in this order: all of them or, when it fails, none."""
+    """Write runs to a file, in this order: all of them or, if it fails, none."""
     packed = []
     for run in runs:
         by_rank: dict[int, list[StepFrame]] = {}
@@ -114,13 +114,13 @@ def write(path: Path, runs: Iterable[RecordedRun]) -> None:
         ranks = [_pack_rank(rank, by_rank[rank]) for rank in sorted(by_rank)]
         packed.append(_Run(run=run.run, layouts=run.layouts, ranks=ranks, notes=run.notes))
     content = msgspec.msgpack.encode(_File(version=FORMAT_VERSION, runs=packed))
-    # A larger window than the content takes memory and finds nothing.
+    # A window larger than the content takes memory for nothing.
     preset = 6 if len(content) < 8 * 1024**2 else 9
     replace_file(path, lzma.compress(content, preset=preset | lzma.PRESET_EXTREME), durable=False)
 
 
 def load(path: Path) -> list[RecordedRun]:
-    """The runs of a file. Raises `BadInput` for a file that is damaged, too large or of a newer format."""
+    """The runs of a file. Raises `BadInput` if it is damaged, too large or of a newer format."""
     reader = lzma.LZMADecompressor()
     if path.stat().st_size > LIMIT_BYTES:
         raise BadInput([f"{path}:1: recording: larger than {LIMIT_BYTES} bytes"])
@@ -145,7 +145,7 @@ def load(path: Path) -> list[RecordedRun]:
 
 
 def read(path: Path) -> list[Recording]:
-    """The same for replay."""
+    """The runs of a file as recordings. Raises as `load`."""
     return [
         Recording(run=run.run, source="fp8watch", samples=run.samples(), may_be_filtered=False) for run in load(path)
     ]
@@ -162,7 +162,7 @@ def _pack_rank(rank: int, frames: list[StepFrame]) -> _Rank:
         rows = [i for i, frame in enumerate(frames) if name in frame.scalars]
         values = np.array([[frames[i].scalars[name]] for i in rows])
         with np.errstate(over="ignore"):
-            # By bits: a NaN's payload is kept as well.
+            # Compared bit by bit, so that a NaN's payload is kept too.
             short = values.astype(np.float32).astype(np.float64)
             is_short = bool((short.view(np.uint64) == values.astype(np.float64).view(np.uint64)).all())
         scalars.append(_table(name, "f4" if is_short else "f8", _rows(rows, frames), values))
@@ -205,7 +205,7 @@ def _table(name: str, dtype: str, rows: bytes | None, values: Array, valid: Arra
 
 
 def _to_planes(values: Array) -> bytes:
-    """[time, tensor] to [byte, tensor, time]: neighbours in time and of like meaning lie together."""
+    """[time, tensor] -> [byte, tensor, time], which puts bytes that are alike side by side."""
     bytes_of = np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, values.dtype.itemsize)
     return np.ascontiguousarray(bytes_of.transpose(2, 1, 0)).tobytes()
 

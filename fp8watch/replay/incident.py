@@ -1,4 +1,4 @@
-"""One incident of a recorded run: what was found, what was weighed and done, by whose leave, and what came of it."""
+"""One incident of a recorded run: what was found, considered and done, who approved it, and how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8watch.controller.stores.base import Store
 from fp8watch.records import ActionRecord, CommandResult, Finding, RunRecord, TraceEntry
 
 _CONTEXT = frozenset({"policy", "attempt", "checkpoint"})
-"""Lines that belong to no incident; those between an incident's first and last line are shown with it."""
+"""Events that belong to no incident. Those between an incident's first and last line are shown with it."""
 _REASONS = {"for": "speaks for it", "against": "speaks against it"}
 _SAID = {
     "found": frozenset({"detector", "cause"}),
@@ -20,17 +20,17 @@ _SAID = {
     "concluded": frozenset({"verb", "command", "term"}),
     "undone": frozenset({"verb", "command", "term"}),
 }
-"""Event -> details that its line says already, or that only a program asks for."""
+"""Event -> details that its line already shows, or that only programs need."""
 _NOTHING: tuple[Any, ...] = ("", None, {}, [], 0)
 MAX_SHOWN = 6
-"""Items of a list or mapping that a story shows; a bundle's JSON has them all."""
+"""Most items of a list or mapping that a story shows; a bundle's JSON has all."""
 MAX_RESULTS = 64
-"""Answers of ranks that a story names one by one."""
+"""Most answers of ranks that a story shows one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """All that a store has of it."""
+    """Everything that a store holds about one incident."""
 
     name: str
     record: RunRecord
@@ -53,13 +53,13 @@ class Incident:
         return max(steps)
 
     def covers(self, attempt: int, step: int, margin: int) -> bool:
-        """Whether a step lies within `margin` steps of it, on a timeline that it concerns."""
+        """Whether a step is within `margin` steps of the incident, in an attempt that it concerns."""
         attempts = {finding.attempt for finding in self.findings} | {entry.attempt for entry in self.trace}
         is_near = self.first_step - margin <= step <= self.last_step + margin
         return is_near and min(attempts) <= attempt <= max(attempts)
 
     def story(self) -> Iterator[str]:
-        """It all, in words, line by line."""
+        """The whole incident in words, line by line."""
         record, hello = self.record, self.record.hello
         versions = ", ".join(f"{name} {value}" for name, value in sorted(hello.framework.items()))
         yield f"Incident {self.name} of run {record.run}"
@@ -80,7 +80,7 @@ class Incident:
         for entry in self.trace:
             yield f"  {_line(entry)}"
         if not self.trace:
-            yield "  none were written down (recorded before there was a decision log)"
+            yield "  none recorded (the run was recorded before there was a decision log)"
         for action in self.actions:
             yield ""
             yield from self._of_action(action)
@@ -92,7 +92,7 @@ class Incident:
         yield f"{action.id}: {action.action}{params}: {', '.join(part for part in parts if part)}"
         if action.reason:
             yield f"    {action.reason}"
-        # A rank answers when it has applied a command and again when it has read it back: the later one says both.
+        # A rank answers when it has applied a command and again after the read-back; the later answer has both.
         of_action = (item for item in self.results if item.id.partition("/")[0] == action.id)
         answers = list({(item.id, item.verb, item.rank): item for item in of_action}.values())
         for item in answers[:MAX_RESULTS]:
@@ -104,7 +104,7 @@ class Incident:
 
 
 def find(store: Store, record: RunRecord, name: str) -> Incident | None:
-    """The incident of this id, or the one of a finding or action of this id; None: the run has none such."""
+    """The incident with this id, or the one of a finding or action with this id; None if the run has none."""
     run = record.run
     findings = list(store.read(run, Finding))
     actions = list(store.read(run, ActionRecord))
@@ -149,7 +149,7 @@ def _line(entry: TraceEntry) -> str:
 
 
 def _reasons(value: Any) -> str:
-    """What speaks for a cause, or against it."""
+    """Reasons for or against a cause."""
     if isinstance(value, list | tuple):
         return "; ".join(map(str, value)) or "nothing"
     return _shown(value)

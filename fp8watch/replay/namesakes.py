@@ -1,4 +1,4 @@
-"""Names that tell recorded runs apart: two logs may call their runs the same."""
+"""Unique names for recorded runs, because two logs may use the same name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import PurePath
 
 
 def told_apart(runs: Sequence[tuple[str, str]]) -> list[str]:
-    """A name for each (run, path): the run's, and where several places have a run of that name, as much of the path's
-    end as makes them differ: `r.csv` and `r.jsonl`, `r (a/store.sqlite)` and `r (b/store.sqlite)`.
+    """A name for each (run, path): the run's, and if several places have a run of that name, as much of the path's end
+    as makes them differ: `r.csv` and `r.jsonl`, `r (a/store.sqlite)` and `r (b/store.sqlite)`.
 
-    What is the same run at the same place stays the same.
+    The same run at the same place gets the same name.
     """
     places: dict[str, set[str]] = defaultdict(set)
     for run, path in runs:

@@ -1,8 +1,13 @@
-"""How replay prints what it finds: JSON lines, each as soon as it is known, or tables for people at the end."""
+"""Prints the results of a replay: as JSON lines, each as soon as it is known, or as tables for people at the end.
+
+Two logs may use the same run name. A JSON line has the run's name and, as `path`, where it was read from; a table gives
+such runs unique names, which is possible only at the end.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TextIO, cast
 
@@ -13,31 +18,36 @@ from rich.text import Text
 
 from fp8watch.errors import OutputFailed
 from fp8watch.records import Finding, TraceEntry
+from fp8watch.replay.namesakes import told_apart
 from fp8watch.replay.recording import Recording
 
 Format = Literal["jsonl", "table"]
-_COLUMNS = ("run", "step", "onset_step", "detector", "severity", "cause")
-"""Of a table; what and why come last."""
+_Rows = list[tuple[int, tuple[str, ...]]]
+"""Index of the run, and the cells after its name."""
+_COLUMNS = ("step", "onset_step", "detector", "severity", "cause")
+"""Columns of a table between the run, which comes first, and the explanation, which comes last."""
+_NAME_WIDTH = 24
+"""Longest run name, in characters, that a table does not wrap."""
 _KINDS = {"unavailable": "passes over", "refused": "may not do", "propose": "proposes", "wait": "asks for",
           "apply": "does", "undo": "undoes", "expired": "no longer asks for"}  # fmt: skip
-"""Of an action's line -> the verb that a table has."""
+"""Kind of an action's line -> verb in a table."""
 _WIDTH = 140
-"""Of a table that is not written to a terminal."""
+"""Width of a table that is not written to a terminal."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """How much was looked at, and what came of it."""
+    """How much was read, and how much was found."""
 
     runs: int = 0
     steps: int = 0
     findings: Counter[str] = field(default_factory=Counter)
-    """Severity -> lines."""
+    """Severity -> number of findings."""
     is_whole: bool = True
-    """False: something could not be read, or not to its end."""
+    """False: some input could not be read, or not to its end."""
 
     def text(self) -> str:
-        """In one line. That nothing was found is said only of what was read."""
+        """The tally in one line. It says "no findings" only of what was read."""
         if not self.steps:
             return "nothing was read" + ("" if self.is_whole else ": see the errors")
         found = ", ".join(f"{self.findings[name]} {name}" for name in ("act", "warn") if self.findings[name])
@@ -45,36 +55,39 @@ class Tally:
         of_runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
         if self.is_whole:
             return f"{steps} of {of_runs}: {found or 'no findings'}"
-        return f"{steps} of {of_runs} could be read: {found or 'nothing found'} in them; of the rest see the errors"
+        return f"{steps} of {of_runs} could be read: {found or 'nothing found'} in them; for the rest see the errors"
 
 
 class Printer(Protocol):
-    """Where the lines go."""
+    """Prints results, in one format."""
+
+    def begin(self, recording: Recording) -> None:
+        """Start a run: all that follows belongs to it."""
 
     def finding(self, row: dict[str, Any]) -> None:
-        """A finding."""
+        """Print a finding."""
 
     def action(self, row: dict[str, Any]) -> None:
-        """Something that the policy would have done, or did."""
+        """Print an action that the policy would have taken, or took."""
 
     def summary(self, row: dict[str, Any]) -> None:
-        """What a policy came to in a run."""
+        """Print the costs of a policy in a run."""
 
     def decision(self, entry: TraceEntry) -> None:
-        """A line of the decision log."""
+        """Print a line of the decision log."""
 
     def close(self, tally: Tally) -> None:
-        """The end."""
+        """Finish the output."""
 
 
 def printer(out_format: Format, out: TextIO) -> Printer:
-    """The printer of a format. Its methods raise `OutputFailed`, which is no fault of the input."""
+    """The printer for a format. Its methods raise `OutputFailed` if the output cannot be written."""
     checked = cast(TextIO, _Checked(out))
     return Lines(checked) if out_format == "jsonl" else Tables(checked)
 
 
 class _Checked:
-    """A stream whose failures are told from those of the files that are read."""
+    """A stream that raises `OutputFailed`, to distinguish its failures from those of input files."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -96,7 +109,7 @@ class _Checked:
 
 
 def as_json(finding: Finding, recording: Recording) -> dict[str, Any]:
-    """The finding as replay prints it: the keys of the contract, and the incident that ties its lines together."""
+    """The finding as replay prints it: the keys of the contract, and the incident that it belongs to."""
     evidence = dict(finding.evidence)
     if recording.may_be_filtered:
         evidence["series"] = "may be filtered"
@@ -116,14 +129,19 @@ def as_json(finding: Finding, recording: Recording) -> dict[str, Any]:
 
 
 class Lines:
-    """JSON, one object a line, each written as soon as it is known."""
+    """JSON lines: one object per line, each written as soon as it is known."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
+        self._path = ""
+
+    def begin(self, recording: Recording) -> None:
+        """See `Printer`."""
+        self._path = recording.place
 
     def finding(self, row: dict[str, Any]) -> None:
         """A finding."""
-        self._out.write(msgspec.json.encode(row).decode() + "\n")
+        self._out.write(msgspec.json.encode(row | {"path": self._path}).decode() + "\n")
 
     def action(self, row: dict[str, Any]) -> None:
         """An action."""
@@ -143,20 +161,19 @@ class Lines:
 
 
 class Tables:
-    """For people, at the end."""
+    """Tables for people, printed at the end."""
 
     def __init__(self, out: TextIO) -> None:
         self._console = Console(file=out, width=None if out.isatty() else _WIDTH)
-        self._table = Table()
-        self._costs = Table(title="What the policy would have done", title_justify="left")
-        self._log = Table(title="Decisions", title_justify="left")
-        for column in _COLUMNS:
-            self._table.add_column(column.removesuffix("_step"), no_wrap=True)
-        self._table.add_column("where and why", overflow="fold")
-        for column in ("run", "done", "replayed", "asked", "in the way", "assumed"):
-            self._costs.add_column(column, overflow="fold")
-        for column in ("step", "event", "incident", "action", "rule", "why"):
-            self._log.add_column(column, overflow="fold")
+        self._runs: list[tuple[str, str]] = []
+        """Name and place of each run, in order."""
+        self._table: _Rows = []
+        self._log: _Rows = []
+        self._costs: _Rows = []
+
+    def begin(self, recording: Recording) -> None:
+        """See `Printer`."""
+        self._runs.append((recording.run, recording.place))
 
     def finding(self, row: dict[str, Any]) -> None:
         """A finding."""
@@ -169,7 +186,7 @@ class Tables:
         params = "" if row["kind"] == "undo" else _params(row["params"])
         words = f"{_KINDS.get(row['kind'], row['kind'])} {row['action']}{params}, rule {row['rule']}"
         words += f": {row['reason']}" if row["reason"] else ""
-        self._add(self._table, str(row["run"]), str(row["step"]), "", row["severity"], "", "", words)
+        self._add(self._table, str(row["step"]), "", row["severity"], "", "", words)
 
     def summary(self, row: dict[str, Any]) -> None:
         """A summary."""
@@ -181,7 +198,7 @@ class Tables:
         done = ", ".join(f"{count} {name}" for name, count in cost["applied"].items()) or "nothing"
         proposed = f"{cost['proposed']} proposed" if cost["proposed"] else ""
         self._add(
-            self._costs, row["run"], "; ".join(filter(None, [done, proposed, halted])), replayed, str(cost["asked"]),
+            self._costs, "; ".join(filter(None, [done, proposed, halted])), replayed, str(cost["asked"]),
             in_the_way, f"{cost['assumed']}; checkpoints {cost['checkpoints']}",
         )  # fmt: skip
 
@@ -193,20 +210,51 @@ class Tables:
         )  # fmt: skip
 
     def close(self, tally: Tally) -> None:
-        """Print what there is, and how much was looked at."""
-        tables = [table for table in (self._table, self._log, self._costs) if table.row_count]
-        for table in tables:
+        """Print the tables and the tally."""
+        names = told_apart(self._runs)
+        for table in self._tables(names):
             self._console.print(table)
         self._console.print(Text(tally.text()))
         self._console.file.flush()
 
-    def _add(self, table: Table, *cells: str) -> None:
-        # Text and not markup: names from a run may hold brackets.
-        table.add_row(*(Text(cell) for cell in cells))
+    def _tables(self, names: Sequence[str]) -> Iterator[Table]:
+        if self._table:
+            found = Table()
+            # A long name, with a path in it, must not leave too little room for the explanation.
+            is_whole = max(map(len, names)) <= _NAME_WIDTH
+            found.add_column("run", no_wrap=is_whole, overflow="fold")
+            for column in _COLUMNS:
+                found.add_column(column.removesuffix("_step"), no_wrap=True)
+            found.add_column("where and why", overflow="fold")
+            yield _filled(found, self._table, names)
+        if self._log:
+            decisions = _titled("Decisions", ["step", "event", "incident", "action", "rule", "why"], len(names) > 1)
+            yield _filled(decisions, self._log, names if len(names) > 1 else None)
+        if self._costs:
+            columns = ["done", "replayed", "asked", "in the way", "assumed"]
+            yield _filled(_titled("What the policy would have done", columns, True), self._costs, names)
+
+    def _add(self, rows: _Rows, *cells: str) -> None:
+        """Add a row for the current run."""
+        rows.append((len(self._runs) - 1, cells))
+
+
+def _titled(title: str, columns: Sequence[str], has_run: bool) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ["run", *columns] if has_run else columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _filled(table: Table, rows: _Rows, names: Sequence[str] | None) -> Table:
+    for run, cells in rows:
+        # Text, not markup: names from a run may contain brackets.
+        table.add_row(*(Text(cell) for cell in (cells if names is None else (names[run], *cells))))
+    return table
 
 
 def _params(params: dict[str, Any]) -> str:
-    """Parameters in a few words: of a list only how long it is, unless it has one item."""
+    """Parameters in a few words; of a list only its length, unless it has one item."""
     parts = [
         f"{len(value)} {key}" if isinstance(value, list | dict) and len(value) != 1
         else f"{key} {next(iter(value)) if isinstance(value, list | dict) else value}"

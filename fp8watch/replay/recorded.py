@@ -1,4 +1,4 @@
-"""What a recorded run's own policy did: taken from the decision log that its replay writes, nothing assumed."""
+"""What a recorded run's own policy did, from the decision log that its replay writes; nothing is assumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {
 
 
 def is_under(recording: Recording, policy: Policy) -> bool:
-    """Whether the run was recorded under this very policy, with all that a replay of its decisions needs."""
+    """Whether the run was recorded under this same policy, with everything that a replay of its decisions needs."""
     if recording.steps is None or recording.facts.policy is None:
         return False
     try:
@@ -28,7 +28,7 @@ def is_under(recording: Recording, policy: Policy) -> bool:
 
 
 class Recorded:
-    """Follows one run; the same interface as a rehearsal."""
+    """Follows one run, with the interface of a `Rehearsal`."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -40,12 +40,12 @@ class Recorded:
         self._halted_step: int | None = None
 
     def observe(self, seen: Seen) -> list[dict[str, Any]]:
-        """What was done in this step, as it is printed."""
+        """Rows to print for what was done in this step."""
         self._tokens = seen.sample.scalars.get("tokens", self._tokens)
         return [row for entry in seen.trace if (row := self._row(entry)) is not None]
 
     def cost(self) -> dict[str, Any]:
-        """What it came to."""
+        """Costs so far, with the keys of `Rehearsal.cost`."""
         return {
             "assumed": "nothing: as it was",
             "checkpoints": "as recorded",

@@ -1,8 +1,8 @@
-"""A run from our own store through the live controller: the same messages in the same order, hence the same decisions.
+"""Runs a stored run through the live controller again: the same messages in the same order, hence the same decisions.
 
-Nothing is simulated: hellos, frames, results of commands, losses of ranks, disarming, verdicts and restarts of the
-controller are those that the store has (`Arrival`, `StepFrame.arrival`). Times are the messages'. What the live
-controller wrote into the decision log (`TraceEntry`) is written again, to the byte, unless frames were pruned before.
+Nothing is simulated: hellos, frames, results of commands, lost ranks, disarming, verdicts and restarts of the
+controller come from the store (`Arrival`, `StepFrame.arrival`). Times are those of the messages. The decision log
+(`TraceEntry`) is the same as the live controller's, byte for byte, unless frames have been pruned.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _approval = msgspec.msgpack.Decoder(Approval)
 
 
 BeforeSample = Callable[[Sample, Pipeline], None]
-"""Called with each sample before the detectors see it, and with the detectors as they stand."""
+"""Called with each sample before the detectors see it, and with the detectors in their state before it."""
 
 
 class _Tapped(Pipeline):
-    """The detectors of a replayed run; what they see is kept for whoever replays."""
+    """The detectors of a replayed run; they also keep what they see, for the replay."""
 
     def __init__(self, run: str, seen: list[tuple[Sample, Pipeline]], before: BeforeSample | None) -> None:
         super().__init__(run)
@@ -63,10 +63,10 @@ class _Tapped(Pipeline):
 
 
 class _Late(RunController):
-    """What reaches a live controller otherwise than by a message."""
+    """A controller with the events that do not reach it as messages."""
 
-    def late(self, name: str, rank: int) -> None:
-        """A rank's frames are waited for no longer."""
+    def late(self, name: str, rank: int | None) -> None:
+        """Stop waiting for a rank's frames."""
         run = self._runs.get(name)
         if run is not None:
             run.pilot.late(rank)
@@ -74,14 +74,14 @@ class _Late(RunController):
 
 
 class _Embedded(_Late):
-    """The controller beside the training process."""
+    """The controller on the training node."""
 
 
 class _OfCluster(_Late, ClusterController):
-    """The controller of a cluster, which gets the frames of nodes; a standby's, when it takes over."""
+    """The controller of a cluster, which gets node frames; also a standby that takes over."""
 
     def taken_over(self, name: str, term: int) -> None:
-        """All that was known is known: only the commands are numbered anew."""
+        """A standby takes over with all that was known; only the commands are numbered anew."""
         self.least_term = term
         pilot = self.pilot(name)
         if pilot is not None:
@@ -89,13 +89,13 @@ class _OfCluster(_Late, ClusterController):
 
 
 class _NodeFrames(Protocol):
-    """A store that has nodes' frames."""
+    """A store that has node frames."""
 
     def node_frames(self, run: str) -> Iterator[tuple[str, NodeFrame]]: ...
 
 
 class Reenactment:
-    """One pass over one run. `facts` is kept up to date while `steps` is iterated."""
+    """One pass over one run. Iterating `steps` updates `facts`."""
 
     def __init__(
         self, store: Store, run: str, facts: Facts | None = None, *, before: BeforeSample | None = None
@@ -111,16 +111,16 @@ class Reenactment:
         self._disarmed = ""
         self._process = 0
         self._nodes: Iterator[tuple[str, NodeFrame]] | None = None
-        """(entry, frame) of a cluster's run."""
+        """(entry, frame), for a run of a cluster."""
         if hasattr(store, "node_frames"):
             self._nodes = cast(_NodeFrames, store).node_frames(run)
         self._controller: _Embedded | _OfCluster | None = None
         self.pipeline: Pipeline | None = None
-        """The detectors after the newest step."""
+        """The detectors after the last step."""
 
     def steps(self) -> Iterator[Seen]:
-        """Every step that the live detectors saw, with what came of it; lines that belong to no step come with the
-        next one, and those after the last step with a last entry that repeats its sample."""
+        """Every step that the live detectors saw, with its findings and decisions. Log lines that belong to no step
+        come with the next one; those after the last step come in an extra entry that repeats its sample."""
         for layout in self._store.read(self._run, Layout):
             self._layouts[f"{layout.attempt}/{layout.rank}/{layout.layout_id}"] = layout
         trace: list[TraceEntry] = []
@@ -146,7 +146,7 @@ class Reenactment:
             yield Seen(sample=last.sample, findings=[], troubles=lambda: (), trace=trace)
 
     def _told(self) -> Iterator[StepFrame | NodeFrame | Arrival]:
-        """Everything in the order in which it came."""
+        """Everything in order of arrival."""
         arrivals = self._store.read(self._run, Arrival)
         if self._nodes is None:
             frames: Iterator[tuple[int, StepFrame | Arrival]] = (
@@ -180,13 +180,14 @@ class Reenactment:
             if isinstance(told, Arrival):
                 self._arrived(told)
             elif isinstance(controller, _OfCluster):
-                controller.take(told)
+                if isinstance(told, NodeFrame) and not controller.refusal(told, told.node):
+                    controller.take(told)
             elif controller is not None and isinstance(told, StepFrame):
                 controller.receive(told)
         except WireError as error:
             logger.warning("an entry of run %s cannot be read: %s", self._run, error)
         except Exception:
-            # The live agent went on after the same exception (fp8watch_agent.session).
+            # The live agent continued after the same exception (fp8watch_agent.session).
             logger.exception("the controller failed on a message of run %s", self._run)
 
     def _arrived(self, told: Arrival) -> None:
@@ -202,7 +203,7 @@ class Reenactment:
         elif told.kind == "lost":
             controller.lost(self._run, int(told.key))
         elif told.kind == "late":
-            controller.late(self._run, int(told.key))
+            controller.late(self._run, int(told.key) if told.key else None)
         elif isinstance(controller, _OfCluster) and told.kind == "taken_over":
             controller.taken_over(self._run, told.term)
         elif isinstance(controller, _OfCluster) and told.kind == "layouts":
@@ -219,13 +220,15 @@ class Reenactment:
                 self._greeted(message)
             if isinstance(message, CheckpointRecord):
                 self.facts.saved.append(message)
+            if isinstance(message, Hello) and isinstance(controller, _OfCluster) and told.key:
+                controller.hold(message, told.key)
             controller.receive(message)
 
     def _opened(self, told: Arrival) -> None:
-        """A process met the run, for the first time or after a restart; or training was started anew."""
+        """A controller process opened the run, for the first time or after a restart; or training was started anew."""
         known = next(iter(self._memory.runs()), None)
         if known is not None:
-            # How far the store knew the run had come depends on when it was last written, not on the run.
+            # The last step that the store knew depends on when it was last written, not on the run.
             self._memory.append(self._run, [msgspec.structs.replace(known, last_step=told.step)])
         process = told.sequence >> PROCESS_BITS
         if process != self._process or self._controller is None:
@@ -247,8 +250,8 @@ class Reenactment:
 
 
 def has_journal(store: Store, run: str) -> bool:
-    """Whether the store has what a re-enactment needs: earlier versions kept frames only, and of a cluster what else
-    was told without its place among them."""
+    """Whether the store has what a re-enactment needs. Earlier versions kept frames only, or for a cluster kept other
+    messages without their place among the frames."""
     arrivals = store.read(run, Arrival)
     if hasattr(store, "node_frames"):
         return any(item.after for item in arrivals)
@@ -256,10 +259,10 @@ def has_journal(store: Store, run: str) -> bool:
 
 
 def stored_trace(store: Store, run: str) -> Iterator[TraceEntry]:
-    """The decision log as the live controller wrote it."""
+    """The decision log that the live controller wrote."""
     yield from store.read(run, TraceEntry)
 
 
 def run_record(store: Store, run: str) -> RunRecord | None:
-    """The run as the store lists it."""
+    """The store's record of the run; None if it has none."""
     return next((record for record in store.runs() if record.run == run), None)

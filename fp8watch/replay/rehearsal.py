@@ -1,8 +1,8 @@
-"""What a policy would have done about a recorded run: the live decision function on what the detectors saw.
+"""What a policy would have done in a recorded run: the live decision function, given what the detectors saw.
 
-A recording cannot react, so what a remedy would have done has to be assumed, and the answer says which way:
-`helped` (every remedy works at once: the least that the policy would have done) or `nothing` (none works: the most).
-Between the two lies the truth. What was in the way (no checkpoint, a spent budget, a person not there) is real.
+A recording cannot react, so the effect of remedies has to be assumed, and the answer names the assumption: `helped`
+(every remedy works at once: the least that the policy would have done) or `nothing` (none works: the most). The truth
+lies between. Obstacles (no checkpoint, a spent budget, nobody to approve) are real.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fp8watch.replay.recording import Facts, Seen
 Assume = Literal["helped", "nothing"]
 _BUSY = frozenset({"waiting", "sent", "settling", "undoing"})
 KEPT_CHECKPOINTS = 512
-"""Newest checkpoints that are remembered; a rollback looks no further back."""
+"""Number of newest checkpoints that a rollback may choose from."""
 _KINDS = {"apply": "apply", "propose": "propose", "wait": "wait", "revert": "undo"}
 
 
 class Rehearsal:
     """Follows one run under one policy.
 
-    `checkpoint_every`: for recordings that do not say when they saved; 0: such a run has nothing to go back to.
+    `checkpoint_every`: assumed for recordings that do not record checkpoints; 0: no rollback is possible in them.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Rehearsal:
         self._saved_at = 0
         self.applied: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()
-        """Kind of line -> how many."""
+        """Kind of line -> count."""
         self.in_force: Counter[str] = Counter()
         """Action -> recorded steps in which it would have been in force."""
         self.steps_replayed = 0
@@ -72,7 +72,7 @@ class Rehearsal:
         self.halted_step: int | None = None
 
     def observe(self, seen: Seen) -> list[dict[str, Any]]:
-        """What is decided in this step, as it is printed."""
+        """Rows to print for what is decided in this step."""
         sample = seen.sample
         self._take_in(sample)
         if self.halted_step is not None:
@@ -94,7 +94,7 @@ class Rehearsal:
         return lines
 
     def cost(self) -> dict[str, Any]:
-        """What it would have come to."""
+        """What the policy would have done and cost so far."""
         return {
             "assumed": f"every remedy {'works at once' if self._assume == 'helped' else 'does nothing'}",
             "checkpoints": self._where_checkpoints_come_from(),
@@ -166,7 +166,7 @@ class Rehearsal:
         history = self._history
         warmup = self._warmup_steps if self._warmup_steps is not None else self._facts.warmup_steps
         losses = tuple(history.losses)
-        if self._assume == "helped" and self._given_up:  # the loss would be back where it was
+        if self._assume == "helped" and self._given_up:  # the loss would be as before the onset
             onset = min((t.trouble.onset_step for t in self._state.tracks if t.phase == "settling"), default=0)
             losses = tuple(pair for pair in losses if pair[0] < onset) or losses
         return View(
@@ -194,7 +194,7 @@ class Rehearsal:
     # What is done
 
     def _arrive(self, view: View) -> None:
-        """What was sent in the step before has been applied and read back by now."""
+        """The decision sent in the previous step has been applied and read back."""
         decision, self._on_its_way = self._on_its_way, None
         if decision is None:
             return
@@ -237,7 +237,7 @@ class Rehearsal:
         if decision.action == "rollback":
             steps = view.step - int(decision.params["checkpoint_step"])
             self.steps_replayed += steps
-            # Tokens a step, as they were of late; a log that does not say leaves the sum unknown.
+            # Recent tokens per step; without them in the log the sum is unknown.
             if self.tokens_replayed is not None:
                 self.tokens_replayed = (
                     self.tokens_replayed + steps * statistics.median(self._tokens) if self._tokens else None
@@ -245,7 +245,7 @@ class Rehearsal:
 
 
 def _answered(decision: Decision, troubles: tuple[Trouble, ...]) -> set[str]:
-    """The open incidents that a remedy answers if it works: its own, and what else it reaches."""
+    """The open incidents that a remedy ends if it works: its own, and others that it affects."""
     own = decision.trouble
     if own is None or decision.action in {"rollback", "halt"}:
         return {item.incident for item in troubles}

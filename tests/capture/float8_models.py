@@ -1,4 +1,4 @@
-"""torchao models on the CPU (its emulated GEMMs), and what their casts have to show, computed by plain hooks."""
+"""torchao models on the CPU (its emulated GEMMs), and the expected values of their casts, computed by plain hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transport that takes everything and keeps it, in the place of the thread and the process beside training."""
+"""A transport that keeps everything it is given, instead of the thread and the agent process."""
 
 from __future__ import annotations
 

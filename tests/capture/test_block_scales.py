@@ -1,4 +1,4 @@
-"""Tensors with a scale a row or block: the share of clipped blocks and the spread of the scales."""
+"""Tensors with one scale per row or block: the share of clipped blocks and the spread of the scales."""
 
 from __future__ import annotations
 

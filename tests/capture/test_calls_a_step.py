@@ -1,6 +1,6 @@
-"""How much a usual step with delayed scaling asks of torch: every call into ATen is a launch on a GPU's host.
+"""Number of ATen calls in an ordinary step with delayed scaling, each of which is a kernel launch on a GPU.
 
-By number and not by the clock, on the double of Transformer Engine that `bench/step_cost.py` times.
+Counted, not timed, on the double of Transformer Engine that `bench/step_cost.py` times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading emulated layers: what a step's numbers are, and that reading changes and costs nothing it should not."""
+"""Reading emulated layers: a step's numbers are right, and reading changes nothing in training."""
 
 from __future__ import annotations
 

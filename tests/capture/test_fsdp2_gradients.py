@@ -1,4 +1,4 @@
-"""FSDP2 on one rank: gradients of sharded parameters are seen in every step, or it is said that they are not."""
+"""FSDP2 on one rank: gradients of sharded parameters are observed in every step, or reported as not observed."""
 
 from __future__ import annotations
 

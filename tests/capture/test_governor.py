@@ -1,4 +1,4 @@
-"""Sampling under a budget: who gives way, when it comes back, and what is measured."""
+"""Sampling within a budget: which kind is thinned first, when it recovers, and what is measured."""
 
 from __future__ import annotations
 

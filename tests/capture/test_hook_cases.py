@@ -1,4 +1,4 @@
-"""What hooks are known to break in other tools, tried on an attached model: nothing of it may happen here."""
+"""Known ways in which hooks of other tools break training, tried on an attached model: none may happen here."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Nothing in a watched step turns a device tensor into a Python number.
 
-A CPU has no stream to wait for, so the operations that would make a GPU's host wait are forbidden outright while
-fp8watch runs: `aten::_local_scalar_dense` (item, float, bool, an `if` on a tensor), nonzero and masked selection
-(their result's size has to come to the host), and blocking copies. One exception, and stated: a skip rule armed on
-an optimizer that is not fused reads one flag an update.
+A CPU has no stream to wait for, so operations that would make a GPU's host wait are forbidden while fp8watch runs:
+`aten::_local_scalar_dense` (item, float, bool, an `if` on a tensor), nonzero and masked selection (the host needs the
+size of their result), and blocking copies. One documented exception: a skip rule armed on an optimizer that is not
+fused reads one flag per update.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numerics that trainers met: tiny amaxes, other formats, misfits, evaluation, empty inputs, odd modules."""
+"""Numerical cases from real training: tiny amaxes, other formats, sizes that do not fit, evaluation, empty inputs."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def test_layers_that_do_not_fit_are_listed_with_their_sizes(caplog):  # case: NU
     total = 712 * 896 + 896 + 896 * 4096 + 64 * 64
     assert share.parameters == pytest.approx(896 * 4096 / total)
     assert share.left_out == [
-        "odd: 896 x 712, 712 is no multiple of 16",
-        "one: 1 x 896, 1 is no multiple of 16",
+        "odd: 896 x 712, 712 not a multiple of 16",
+        "one: 1 x 896, 1 not a multiple of 16",
         "kept: 64 x 64, not converted",
     ]
     assert fp8_share(nn.Sequential(nn.Conv2d(3, 4, 3)), []).parameters == 0.0

@@ -1,4 +1,4 @@
-"""Moments in FP8: torchao's own optimizer, and COAT's layout made by its formulas."""
+"""Moments in FP8: torchao's own optimizer, and COAT's layout, computed with its formulas."""
 
 from __future__ import annotations
 

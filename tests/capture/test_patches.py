@@ -1,4 +1,4 @@
-"""Functions of a library that we replace, and the time in which they are its own again."""
+"""Functions of a library that we replace, and the context in which they are the originals again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shadow probe: a layer's GEMM again in BF16, seen from outside and without a trace in training."""
+"""The shadow probe: runs a layer's GEMM again in BF16, from outside and without any effect on training."""
 
 from __future__ import annotations
 
@@ -216,8 +216,9 @@ def test_a_fused_norm_is_made_again():
             return torch.nn.functional.linear(x, self.weight, self.bias)
 
     LayerNormLinear.__module__ = "transformer_engine.pytorch.module.layernorm_linear"
-    for normalization in ("LayerNorm", "RMSNorm"):
-        layer = LayerNormLinear(normalization)
+    derived = type("TELayerNormColumnParallelLinear", (LayerNormLinear,), {"__module__": "megatron.core.extensions"})
+    for normalization, kind in (("LayerNorm", LayerNormLinear), ("RMSNorm", LayerNormLinear), ("RMSNorm", derived)):
+        layer = kind(normalization)
         probe = ShadowProbe({"qkv": layer}, CostMeter(torch.device("cpu")))
         probe.arm("qkv")
         layer(torch.randn(8, 4, 32))

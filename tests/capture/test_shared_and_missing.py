@@ -1,4 +1,4 @@
-"""What lies in several places of a model is named, and what is trained without ever getting a gradient."""
+"""Modules in several places of a model are named, and so are trained parameters that never get a gradient."""
 
 from __future__ import annotations
 

@@ -47,6 +47,20 @@ def test_unknown_version_of_a_framework_is_named_with_the_error(monkeypatch):
     assert found.unseen[0].startswith("0: Transformer Engine: ")
 
 
+def test_layers_derived_from_a_framework_elsewhere_are_its_layers(monkeypatch):
+    """As Megatron derives its `TELinear`."""
+    te = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    layer = type("TELinear", (te,), {"__module__": "megatron.core.extensions.transformer_engine"})(4, 4)
+    layer.fp8_meta = {}
+    ao = type("MXFP8Linear", (nn.Linear,), {"__module__": "torchao.prototype.mx"})
+    mine = type("Mine", (ao,), {"__module__": "my.layers"})(4, 4)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    found = sources.find(nn.Sequential(layer, mine))
+    assert [entry.partition(":")[0] for entry in found.unseen] == ["0", "1"]
+    assert found.unseen[0].startswith("0: Transformer Engine: ")
+    assert "prototype" in found.unseen[1]
+
+
 def test_te_operations_that_quantize_are_transformer_engine(monkeypatch):
     home = {"__module__": "transformer_engine.pytorch.ops.basic.basic_linear"}
     linear = type("BasicLinear", (nn.Linear,), {**home, "num_quantizers": lambda self, mode: 2})

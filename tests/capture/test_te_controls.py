@@ -1,4 +1,4 @@
-"""Transformer Engine's controls on a stand-in: BF16 and back, read from what the module's last forward did."""
+"""Transformer Engine's controls on a stand-in: BF16 and back, verified by what the module's last forward did."""
 
 from __future__ import annotations
 
@@ -96,3 +96,15 @@ def test_a_model_in_bf16_fallback_can_be_copied_pickled_and_saved() -> None:  # 
         assert controls.ran_high_precision(["0"]) == [away]
     assert controls.scales(["0:input"]) == {"0:input": 448 / 7}, "nor is what it was given"
     assert not model[0]._forward_hooks
+
+
+def test_a_repair_is_held_against_the_newest_amax_and_not_against_itself() -> None:
+    model = torch.nn.Sequential(Linear())
+    controls = controls_of(model)
+    state = model[0].fp8_meta["scaling_fwd"]
+    state.amax_history[0, 0] = float("inf")
+    state.amax_history[1, 0], state.amax_history[-1, 0] = 14.0, 7.0
+    assert controls.repair_scales(["0:input", "0:weight"]) == {"0:input": 448 / 14}
+    assert controls.highest_scales(["0:input", "0:weight"]) == {"0:input": 448 / 7}, "no amax of the weight is known"
+    state.amax_history[-1, 0] = float("nan")
+    assert controls.highest_scales(["0:input"]) == {}

@@ -1,7 +1,7 @@
-"""The adapters against the real Transformer Engine's structure, as `tests/gpu/record_structures.py` wrote it down.
+"""The adapters against the real Transformer Engine's structure, as recorded by `tests/gpu/record_structures.py`.
 
-What is replayed are classes, attributes, shapes and call orders of the library named in the file: an adapter that
-no longer fits it, or a stand-in that never did, is found without a GPU.
+Replays classes, attributes, shapes and call orders of the library named in the file, which finds without a GPU an
+adapter that no longer fits it, or a stand-in that never did.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import standin_te.module.base as base
+import standin_te.module.grouped_linear as grouped
 import standin_te.module.layernorm_mlp as mlp
 import standin_te.module.linear as linear
 import torch
@@ -26,11 +27,17 @@ def _update(amax, histories, scales, *rest):
 EXTENSION = SimpleNamespace(fused_amax_and_scale_update_after_reduction=_update)
 
 
+def places():
+    module = base.TransformerEngineBaseModule
+    functions = linear.general_gemm, mlp.general_gemm, grouped.general_grouped_gemm
+    return *functions, module.prepare_forward, module.end_forward
+
+
 @pytest.fixture
 def tap():
-    before = (linear.general_gemm, mlp.general_gemm, base.TransformerEngineBaseModule.prepare_forward)
+    before = places()
     yield GemmTap("standin_te.module")
-    assert (linear.general_gemm, mlp.general_gemm, base.TransformerEngineBaseModule.prepare_forward) == before
+    assert places() == before
 
 
 def make(block=None, seed=0):
@@ -159,7 +166,9 @@ def test_recomputation_and_evaluation(tap):
             for module in model:
                 x = checkpoint(module, x, use_reentrant=reentrant)
             x.square().sum().backward()
-            assert columns(source, source.read()) == plain
+            reading = source.read()
+            assert columns(source, reading) == plain
+            assert (reading.updates_forward, reading.updates_backward) == (1, 1)
         source.begin(with_statistics=False)
         with torch.no_grad():
             model(batch(9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,35 @@ def test_fused_functions_are_called_again_for_their_source(parts):
     assert found["mse"] == pytest.approx(error.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("has_operations", [True, False])
+def test_norms_are_looked_at_wherever_they_were_imported(monkeypatch, has_operations):
+    """Modules find them in `cpp_extensions`, operations of te.ops in their own file; an older TE has no such file."""
+    torch.manual_seed(0)
+    model, extension = torch.nn.ModuleDict({"a": Linear(0.01), "b": Linear(0.01)}), Extension()
+    norm = extension.layernorm_fwd
+    common, operation = SimpleNamespace(layernorm_fwd=norm), SimpleNamespace(layernorm_fwd=norm)
+    home = "transformer_engine.pytorch"
+    places = {
+        "transformer_engine": SimpleNamespace(), home: SimpleNamespace(), "transformer_engine_torch": extension,
+        f"{home}.cpp_extensions": common, f"{home}.ops.basic.rmsnorm": None,
+        f"{home}.ops.basic.layer_norm": operation if has_operations else None,
+    }  # fmt: skip
+    for name, module in places.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    statistics = TeStatistics(model)
+    statistics.begin(is_sampled=True)
+    try:
+        for name, place in (("a", common), ("b", operation)):
+            quantizer = model[name].quantizers["scaling_fwd"][0]
+            place.layernorm_fwd(torch.randn(4, 8), torch.ones(8), torch.zeros(8), 1e-5, None, quantizer, None, 0, False)
+        assert {name: found["quantized"] for name, found in counts(statistics).items()} == (
+            {"a:input": 32, "b:input": 32} if has_operations else {"a:input": 32}
+        )
+    finally:
+        statistics.detach()
+    assert (common.layernorm_fwd, operation.layernorm_fwd) == (norm, norm)
+
+
 def test_backward_casts_and_written_buffers(parts):
     model, extension, statistics = parts
     statistics.begin(is_sampled=True)
@@ -222,7 +252,7 @@ def test_casts_on_another_device_are_left_alone_and_it_is_said(parts, caplog):
     for _ in range(2):
         extension.quantize(torch.ones(2, 8, device="meta"), there)
     assert list(counts(statistics)) == ["a:input"]
-    assert caplog.text.count("casts on meta are not counted: those on cpu are") == 1
+    assert caplog.text.count("casts on meta are not counted, only those on cpu") == 1
     statistics.begin(is_sampled=True)
     extension.quantize(torch.ones(2, 8), model["a"].quantizers["scaling_fwd"][0])
     assert list(counts(statistics)) == ["a:input"], "the tap goes on"

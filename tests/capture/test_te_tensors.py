@@ -1,4 +1,4 @@
-"""Scales out of objects with the attributes of Transformer Engine's quantized tensors."""
+"""Scales read from objects with the attributes of Transformer Engine's quantized tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from standin_te.tensors import (
     quantize,
 )
 
-from fp8watch.capture.te.tensors import is_delayed, read_scales, scale_addresses, scale_range
+from fp8watch.capture.te.tensors import is_delayed, read_scales, scale_arrays, scale_range
 
 AMAXES = st.floats(2.0**-60, 2.0**60, width=32)
 
@@ -131,7 +131,7 @@ def test_plain_and_unknown_objects_are_none():
     assert read_scales(object()) is None
     assert read_scales(None) is None
     assert scale_range(torch.zeros(3)) is None
-    assert list(scale_addresses(torch.zeros(3))) == []
+    assert list(scale_arrays(torch.zeros(3))) == []
     assert read_scales(Float8BlockwiseQTensorStorage(None, torch.zeros(2, dtype=torch.int32))) is None
 
 

@@ -1,4 +1,4 @@
-"""torchao layers under torch.compile: what the graph itself notes, and that no graph break is added."""
+"""torchao layers under torch.compile: the graph itself notes the numbers, and no graph break is added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teacher and student, each with a watch, in one process: nothing of one reaches the other, whoever leaves first."""
+"""Teacher and student, each with a watch, in one process: neither affects the other, whichever leaves first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized tensors of a library that nobody knows: not looked into, not observable, and no harm to training."""
+"""Quantized tensors of an unknown library: not inspected, reported as not observable, and no harm to training."""
 
 from __future__ import annotations
 

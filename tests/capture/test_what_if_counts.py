@@ -1,4 +1,4 @@
-"""What a tensor would lose under other recipes: against real float8 casts, tile by tile."""
+"""What a tensor would lose under other recipes, compared with real float8 casts, tile by tile."""
 
 from __future__ import annotations
 

@@ -224,3 +224,22 @@ def test_a_recipe_object_is_shared_within_a_model_only() -> None:
     twin = copy.deepcopy(model)
     assert model.first.recipe is model.head.recipe is recipe  # type: ignore[comparison-overlap]
     assert twin.first.recipe is twin.head.recipe is not recipe  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of itself while it traces
+def test_compiled_autograd_is_refused_aloud_and_leaves_nothing_behind() -> None:
+    """Scales of gradients are updated by a callback of the engine, which compiled autograd has none of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    convert(model, DelayedScaling(amax_history_len=1))
+    x = torch.randn(4, 16)
+
+    def step() -> None:
+        model(x).square().sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(Exception, match="queue_callback"):
+        torch.compile(step, backend="eager")()
+    torch._dynamo.reset()
+    before = model[0].scaling_backward.scale.clone()
+    model(x).square().sum().backward()
+    assert model[0].scaling_backward.scale != before, "without it the same model trains on"

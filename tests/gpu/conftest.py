@@ -1,4 +1,4 @@
-"""On a GPU: warnings of libraries that say nothing about us are no errors, and no test leaves a mode behind."""
+"""GPU tests: unrelated warnings of libraries are not errors, and no test leaves a mode behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that run kernels in Triton's interpreter, which has to be chosen before Triton is imported."""
+"""Runs programs with kernels in Triton's interpreter, which has to be chosen before Triton is imported."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Records what our adapters rely on in the real Transformer Engine, for tests that replay it on any machine.
+"""Records what the adapters rely on in the real Transformer Engine, for tests that replay it on any machine.
 
     python tests/gpu/record_structures.py [tests/data/te_structure.json]      (on a GPU, with Transformer Engine)
 
-Nothing but names, classes, shapes and dtypes is written: of modules and operations under each recipe their state,
-quantizers and roles; of the process the global buffers; of tensors the attributes that hold bytes and scales; of a
+Only names, classes, shapes and dtypes are written: for modules and operations under each recipe their state,
+quantizers and roles; for the process the global buffers; for tensors the attributes that hold bytes and scales; for a
 training step the GEMM calls and the casts, in order.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
@@ -81,6 +82,7 @@ def main() -> int:
         ),
     }  # fmt: skip
     found["primary_weights"] = primary(te, recipes)
+    found["attention"] = attention(te, recipes)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     print(f"{path}: {path.stat().st_size} bytes")
@@ -89,18 +91,25 @@ def main() -> int:
 
 def functions(tex: Any) -> dict[str, Any]:
     """Of the functions that are tapped: where they are, and how they are called."""
-    from fp8watch.capture.te.cast_tap import ACTIVATIONS, CASTS, NORMS, WITH_BIAS
-    from fp8watch.capture.te.gemm_tap import CONSUMERS, GEMM
+    from fp8watch.capture.te.cast_tap import ACTIVATIONS, CASTS, NORMS, NORMS_IMPORTED_BY, WITH_BIAS
+    from fp8watch.capture.te.gemm_tap import CONSUMERS, GEMM, GROUPED, GROUPED_CONSUMER
     from fp8watch.capture.te.tap import UPDATE
 
     found: dict[str, Any] = {}
     for name in (UPDATE, "split_quantize", *CASTS, *NORMS, *ACTIVATIONS, *WITH_BIAS):
-        found[name] = (getattr(tex, name).__doc__ or "").strip().splitlines()[0] if hasattr(tex, name) else None
+        lines = (getattr(getattr(tex, name, None), "__doc__", None) or "").strip().splitlines()
+        found[name] = "".join(lines[:1]) if hasattr(tex, name) else None
     for consumer in CONSUMERS:
         module = importlib.import_module(f"transformer_engine.pytorch.module.{consumer}")
         found[f"{consumer}.{GEMM}"] = str(inspect.signature(getattr(module, GEMM)).parameters.keys())
     base = importlib.import_module("transformer_engine.pytorch.module.base").TransformerEngineBaseModule
     found["prepare_forward"] = list(inspect.signature(base.prepare_forward).parameters)
+    found["end_forward"] = (
+        list(inspect.signature(base.end_forward).parameters) if hasattr(base, "end_forward") else None
+    )
+    grouped = importlib.import_module(f"transformer_engine.pytorch.module.{GROUPED_CONSUMER}")
+    found[f"{GROUPED_CONSUMER}.{GROUPED}"] = list(inspect.signature(getattr(grouped, GROUPED)).parameters)
+    found["norms_imported_by"] = [name for name in NORMS_IMPORTED_BY if importlib.util.find_spec(name) is not None]
     return found
 
 
@@ -176,11 +185,18 @@ def listen(calls: list[list[str]]) -> Any:
 
     from fp8watch.capture.patches import Patches
     from fp8watch.capture.te.cast_tap import ACTIVATIONS, CASTS, NORMS, WITH_BIAS
-    from fp8watch.capture.te.gemm_tap import CONSUMERS, GEMM
+    from fp8watch.capture.te.gemm_tap import CONSUMERS, GEMM, GROUPED, GROUPED_CONSUMER
 
     def gemm(original: Any) -> Any:
         def noted(A: Any, B: Any, *args: Any, **options: Any) -> Any:
             calls.append([GEMM, options.get("layout", "TN"), type(A).__name__, type(B).__name__])
+            return original(A, B, *args, **options)
+
+        return noted
+
+    def grouped_gemm(original: Any) -> Any:
+        def noted(A: Any, B: Any, *args: Any, **options: Any) -> Any:
+            calls.append([GROUPED, options.get("layout", "TN"), *(type(side[0]).__name__ for side in (A, B))])
             return original(A, B, *args, **options)
 
         return noted
@@ -201,10 +217,31 @@ def listen(calls: list[list[str]]) -> Any:
     patches = Patches()
     names = [n for n in (*CASTS, "split_quantize", *NORMS, *ACTIVATIONS, *WITH_BIAS) if hasattr(tex, n)]
     modules = [importlib.import_module(f"transformer_engine.pytorch.module.{c}") for c in CONSUMERS]
+    grouped = importlib.import_module(f"transformer_engine.pytorch.module.{GROUPED_CONSUMER}")
     extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")  # norms are looked up there
     holders = {n: extensions if n in NORMS else tex for n in names}
-    patches.put([(holders[n], n, casting(n)) for n in names] + [(m, GEMM, gemm) for m in modules])
+    gemms = [*((m, GEMM, gemm) for m in modules), (grouped, GROUPED, grouped_gemm)]
+    patches.put([(holders[n], n, casting(n)) for n in names] + gemms)
     return patches.take_out
+
+
+def attention(te: Any, recipes: Any) -> Any:
+    """FP8 attention under each recipe: whose scales its state holds, and how many quantizers it has."""
+    found = {}
+    for kind, recipe in (
+        ("delayed", recipes.DelayedScaling(fp8_dpa=True)), ("current", recipes.Float8CurrentScaling(fp8_dpa=True)),
+    ):  # fmt: skip
+        layer = te.MultiheadAttention(WIDTH, 2, attention_dropout=0.0, qkv_format="bshd", params_dtype=torch.bfloat16)
+        try:
+            for _ in range(2):
+                x = torch.randn(2, ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                with te.autocast(enabled=True, recipe=recipe):
+                    output = layer.cuda()(x)
+                (output[0] if isinstance(output, tuple) else output).float().square().mean().backward()
+            found[kind] = module_facts(layer.core_attention)
+        except Exception as error:  # not on this GPU, or not in this build
+            found[kind] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    return found
 
 
 def primary(te: Any, recipes: Any) -> Any:

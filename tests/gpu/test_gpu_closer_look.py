@@ -1,4 +1,4 @@
-"""Shadow probe, what-if figures and their cost on a GPU: right numbers, no wait, no trace in training.
+"""Shadow probe, what-if figures and their cost on a GPU: right numbers, no waiting, no effect on training.
 
 python -m pytest tests/gpu/test_gpu_closer_look.py -m gpu
 """

@@ -1,4 +1,4 @@
-"""fp8watch's CPU emulation against the real Transformer Engine: the same scales to the bit, the same numbers nearly.
+"""fp8watch's CPU emulation against the real Transformer Engine: identical scales, nearly the same numbers.
 
 python -m pytest tests/gpu/test_gpu_emulation_against_te.py -m gpu
 """

@@ -1,4 +1,4 @@
-"""Ways in which real trainings use Transformer Engine, on a GPU: what our columns say in each."""
+"""Ways in which real trainings use Transformer Engine, on a GPU: the values of our columns in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused what-if kernel against torch, to the bit: on a GPU, and in Triton's interpreter where Triton is."""
+"""The fused what-if kernel gives exactly torch's counts: on a GPU, and in Triton's interpreter if Triton is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of which the what-if kernel must say what torch says; run as a program, in Triton's interpreter.
+"""Tensors on which the what-if kernel must count what torch counts; run as a program, in Triton's interpreter.
 
 TRITON_INTERPRET=1 python tests/gpu/what_if_cases.py
 """

@@ -213,7 +213,7 @@ def test_a_run_without_a_journal_can_be_shown_and_exported(tmp_path: Path) -> No
         database.execute("DELETE FROM records WHERE kind IN ('trace', 'arrival')")
     with contextlib.closing(SqliteStore(folder / "store.sqlite", read_only=True)) as reader:
         assert not list(reader.read("r", TraceEntry))
-    assert "none were written down" in call(tmp_path, "incident", "show", "i00001").stdout
+    assert "none recorded" in call(tmp_path, "incident", "show", "i00001").stdout
     path = tmp_path / "b.zip"
     assert call(tmp_path, "incident", "export", "i00001", "-o", str(path)).exit_code == 0
     assert [(x["step"], x["detector"]) for x in findings(path)] == [(80, "nonfinite")]

@@ -51,10 +51,10 @@ def test_that_nothing_was_found_is_said_of_what_was_read_and_of_nothing_else(tmp
     assert err == [f"{tmp_path / 'none.csv'}:1: path: no such file or folder"]
     path.write_text(CSV + "121,oops\n122,3\n")
     code, out, err = told(path)
-    assert (code, out) == (2, "120 steps of 1 run could be read: nothing found in them; of the rest see the errors\n")
+    assert (code, out) == (2, "120 steps of 1 run could be read: nothing found in them; for the rest see the errors\n")
     assert "no findings" not in out
     path.write_text(CSV + "121,nan\n122,oops\n")
-    assert "1 act in them; of the rest see the errors" in told(path)[1]
+    assert "1 act in them; for the rest see the errors" in told(path)[1]
 
 
 def test_a_log_without_steps_is_said_to_have_none(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_of_two_loss_columns_one_is_read_and_that_is_said(tmp_path: Path) -> Non
     path.write_text("step,train/loss,loss,grad_norm\n" + "".join(f"{step},9,3,1\n" for step in range(1, 30)))
     code, _, err = told(path)
     assert code == 0
-    assert err == [f"note: {path}:1: loss: loss (column 3) is read; passed over: train/loss (column 2)"]
+    assert err == [f"note: {path}:1: loss: loss (column 3) is read; ignored: train/loss (column 2)"]
     assert samples(path)[0] == (1, {"loss": 3.0, "grad_norm": 1.0})
     path.write_text("step,loss,loss\n" + "1,2,3\n" * 5)
-    assert told(path)[2] == [f"note: {path}:1: loss: loss (column 2) is read; passed over: loss (column 3)"]
+    assert told(path)[2] == [f"note: {path}:1: loss: loss (column 2) is read; ignored: loss (column 3)"]
     path.write_text("step,loss,lr,learning_rate\n1,2,3,4\n")
     assert told(path)[2] == [], "which rate is read decides nothing"
 
@@ -101,7 +101,7 @@ def test_rows_of_json_keep_to_the_name_that_came_first(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"_step": step, "train/loss": 3.0, "loss": 9.0} for step in range(1, 30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, err = told(path)
-    assert (code, err) == (0, [f"note: {path}:1: loss: train/loss is read; passed over: loss"])
+    assert (code, err) == (0, [f"note: {path}:1: loss: train/loss is read; ignored: loss"])
     assert {scalars["loss"] for _, scalars in samples(path)} == {3.0}
 
 
@@ -117,7 +117,7 @@ def test_tensorboard_two_loss_tags_are_no_restart(tmp_path: Path) -> None:
     assert [(s.attempt, s.step, s.scalars) for s in recording.samples] == [
         (0, step, {"loss": 3.0}) for step in range(1, 40)
     ]
-    assert [note.partition(": ")[2] for note in recording.notes] == ["loss: train/loss is read; passed over: loss"]
+    assert [note.partition(": ")[2] for note in recording.notes] == ["loss: train/loss is read; ignored: loss"]
 
 
 # Logs whose steps mostly fall

@@ -1,4 +1,4 @@
-"""What casting a tensor to FP8 does to its elements: counts, error, crest; for steps in which somebody asks."""
+"""What casting a tensor to FP8 does to its elements: counts, error, crest factor; for sampled steps."""
 
 from fp8watch.capture.statistics.count import COUNTS, Item, TensorStatistics, count, count_many
 

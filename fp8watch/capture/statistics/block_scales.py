@@ -1,8 +1,8 @@
-"""Casts with a scale a row, a column or a block: how many of their blocks clip, and how far the scales spread.
+"""Casts with one scale per row, column or block: how many of the blocks clip, and how far the scales spread.
 
-The smallest and largest scale of a tensor say nothing of how much is clipped, and a share of clipped elements nothing
-of where: the same share is a little of every block, or all of a few. Counted on sampled steps, beside the elements. One
-reduction over the tensor and a few small kernels a cast, no copy of it; nothing is waited for.
+The smallest and largest scale of a tensor do not show how much is clipped, and the share of clipped elements does not
+show where: it may be a little of every block, or all of a few. Measured on sampled steps, with the element counts, by
+one reduction over the tensor and a few small kernels per cast, without a copy of it and without waiting.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8watch.capture.statistics.count import local
 from fp8watch.formats import Fp8Format
 
 SLACK = 2.0**-10
@@ -19,24 +20,24 @@ SLACK = 2.0**-10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStatistics:
-    """0-dim tensors on the tensor's device."""
+    """0-D tensors on the tensor's device."""
 
     blocks: torch.Tensor
-    """int64: scales that take part."""
+    """int64: number of scales."""
     clipped_blocks: torch.Tensor
     """int64: blocks with an element beyond the format's maximum after scaling (or an infinite one)."""
     largest: torch.Tensor
-    """float32: largest finite scale; 0 where there is none."""
+    """float32: largest finite scale; 0 if there is none."""
     smallest: torch.Tensor
-    """float32: smallest finite scale; infinite where there is none."""
+    """float32: smallest finite scale; infinite if there is none."""
 
 
 def block_statistics(values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> BlockStatistics | None:
-    """Of one cast; `scale` broadcasts over `values` dimension by dimension. None where there is but one scale.
+    """Statistics of one cast. `scale` broadcasts over `values` dimension by dimension; None if there is only one scale.
 
-    A NaN in a block leaves open whether it clips: it does not count as clipped.
+    A block with a NaN does not count as clipped, because that is unknown.
     """
-    values, scale = _local(values), _local(scale)
+    values, scale = local(values), local(scale)
     if scale.numel() <= 1 or scale.dim() != values.dim() or not values.numel():
         return None
     within = [axis for axis, size in enumerate(scale.shape) if size == 1 and values.shape[axis] != 1]
@@ -52,11 +53,5 @@ def block_statistics(values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) 
 
 
 def spread_log2(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
-    """float32: bits between largest and smallest scale; 0 where there is no scale."""
+    """float32: log2 of largest over smallest scale; 0 without a scale."""
     return torch.where(largest > 0, torch.log2(largest / smallest), 0.0)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

@@ -1,7 +1,7 @@
-"""Element counts of one cast from the source tensor and the scale it was cast with.
+"""Element counts of one cast, from the source tensor and the scale it was cast with.
 
-On a GPU a fused Triton kernel counts many tensors a launch; everywhere else, and where Triton is missing, the torch
-code of `fp8watch.emulation.statistics` does, which gives the same counts to the bit.
+On a GPU a fused Triton kernel counts many tensors per launch. Elsewhere, and without Triton, the torch code of
+`fp8watch.emulation.statistics` counts, with exactly the same counts.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fp8watch.formats import FORMATS, Fp8Format
 logger = logging.getLogger(__name__)
 
 COUNTS = ("quantized", "saturated", "underflowed", "nonfinite")
-"""The counts that travel in a step frame, in order."""
+"""The counts in a step frame, in order."""
 
 _FORMAT_OF_DTYPE = {getattr(torch, fmt.torch_dtype): fmt for fmt in FORMATS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStatistics:
-    """All 0-dim tensors on the tensor's device: counts int64, the rest float32."""
+    """All 0-D tensors on the tensor's device: counts int64, the rest float32."""
 
     quantized: torch.Tensor
-    """Elements."""
+    """Number of elements."""
     saturated: torch.Tensor
     """Magnitude above the format's maximum after scaling (infinity included)."""
     underflowed: torch.Tensor
@@ -40,7 +40,7 @@ class TensorStatistics:
     nonfinite: torch.Tensor
     """NaN or infinite before. amax hides NaN; this does not."""
     squared_error: torch.Tensor
-    """Sum of the squared differences between the values and what their codes stand for."""
+    """Sum of the squared differences between the values and their dequantized codes."""
     squared_values: torch.Tensor
     """Sum of the squared values."""
     amax: torch.Tensor
@@ -53,7 +53,7 @@ class TensorStatistics:
 
     @property
     def snr(self) -> torch.Tensor:
-        """Signal to noise in dB; infinite for a cast without error, NaN for a tensor of zeros."""
+        """Signal-to-noise ratio in dB; infinite for a cast without error, NaN for a tensor of zeros."""
         return 10.0 * torch.log10(self.squared_values / self.squared_error)
 
     @property
@@ -74,19 +74,19 @@ class Item:
     values: torch.Tensor
     """The source, any float dtype and shape."""
     scale: torch.Tensor
-    """Float32; one element, or broadcasting over `values` (a scale a row or a column)."""
+    """float32: one element, or broadcasting over `values` (one per row or column)."""
     fmt: Fp8Format
     codes: torch.Tensor | None = None
-    """What the cast really made, FP8 or uint8 of the same shape; None: cast with saturation, ties to even."""
+    """The codes that the cast really made, FP8 or uint8 of the same shape; None: cast with saturation, ties to even."""
 
 
 def count(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype | Fp8Format) -> TensorStatistics:
-    """One tensor, as cast to `dtype` with `scale`."""
+    """Statistics of one tensor, cast to `dtype` with `scale`."""
     return count_many([Item(values=values, scale=scale, fmt=format_of(dtype))])[0]
 
 
 def count_many(items: Sequence[Item]) -> list[TensorStatistics]:
-    """On a GPU one launch for each dtype and format among them."""
+    """Statistics of many tensors; on a GPU one launch per dtype and format."""
     kernels: Any = _kernels() if any(item.values.device.type == "cuda" for item in items) else None
     fused: dict[int, TensorStatistics] = kernels.count_fused(items) if kernels is not None else {}
     return [fused[i] if i in fused else count_by_torch(item) for i, item in enumerate(items)]
@@ -94,14 +94,14 @@ def count_many(items: Sequence[Item]) -> list[TensorStatistics]:
 
 def count_by_torch(item: Item) -> TensorStatistics:
     """The reference: a few passes of torch operations over a float32 copy."""
-    values, scale = _local(item.values), _local(item.scale).float()
+    values, scale = local(item.values), local(item.scale).float()
     scale = scale.reshape(()) if scale.numel() == 1 else scale
     values = values if values.is_floating_point() else values.float()
     amax = measure_amax(values)
     if item.codes is None:
         cast = quantize_and_count(values, scale, item.fmt, amax)[1]
     else:
-        cast = count_made(values, scale, item.fmt, _local(item.codes))
+        cast = count_made(values, scale, item.fmt, local(item.codes))
     return TensorStatistics(
         quantized=cast.quantized,
         saturated=cast.saturated,
@@ -115,7 +115,7 @@ def count_by_torch(item: Item) -> TensorStatistics:
 
 
 def count_made(values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, codes: torch.Tensor) -> CastStatistics:
-    """What a cast that somebody else made did: `codes` are its FP8 bytes."""
+    """Statistics of a cast made elsewhere; `codes` are its FP8 bytes."""
     values = values.float()
     made = codes.view(getattr(torch, fmt.torch_dtype)).float()
     scaled = values * scale
@@ -130,17 +130,18 @@ def count_made(values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, codes:
     )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, detached; of a DTensor this rank's part."""
     tensor = tensor.detach()
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 _loaded: list[Any] = []
 
 
 def _kernels() -> Any:
-    """The Triton module, or None where Triton cannot be imported (said once)."""
+    """The Triton module, or None if Triton cannot be imported (logged once)."""
     if not _loaded:
         try:
             from fp8watch.capture.statistics import kernels

@@ -1,9 +1,9 @@
-"""Counting on a GPU: one pass over each tensor, any number of tensors a launch.
+"""Counts on a GPU: one pass over each tensor, any number of tensors per launch.
 
-Importing this needs Triton. A launch takes a table of addresses, so that tensors are neither copied nor padded; the
-first grid axis splits each tensor, the second is the tensor. Every program writes its own partial sums, which torch
-adds up: no atomics, the same result every time. The rounding is that of `fp8watch.emulation.cast`, in FP32, which
-gives the counts of `count_by_torch` to the bit; the two sums differ in the order of additions.
+Importing this needs Triton. A launch takes a table of addresses, so tensors are neither copied nor padded; the first
+grid axis splits each tensor, the second is the tensor. Every program writes its own partial sums, which torch adds up:
+no atomics, a reproducible result. The rounding is that of `fp8watch.emulation.cast`, in FP32, which gives exactly the
+counts of `count_by_torch`; the two sums differ in the order of additions.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 BLOCK = 1024
 ELEMENTS_A_PROGRAM = 16 * BLOCK
 MOST_PROGRAMS = 1024
-"""A tensor; a larger one makes each of its programs loop longer."""
+"""Per tensor; with a larger tensor each program loops longer."""
 COLUMNS = 6
-"""Of the table: address of the values, of the scales, of the codes, elements, row length, how scales are laid out."""
+"""Columns of the table: addresses of values, scales and codes, number of elements, row length, scale mode."""
 
 SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CODES_OF = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
@@ -35,8 +35,8 @@ _ONE, _A_ROW, _A_COLUMN = 0, 1, 2
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cast(scaled, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the codes of scaled values stand for: saturating, ties to even."""
-    # Comparisons rather than a clamp, for they leave NaN where it is.
+    """Scaled values rounded to the format: saturating, ties to even."""
+    # Comparisons rather than a clamp, because they keep NaN.
     clamped = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)
     clamped = tl.where(clamped < -FP8_MAX, -FP8_MAX, clamped)
     power = (clamped.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -46,9 +46,9 @@ def cast(scaled, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tally(x, scale, scaled, code, FP8_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each element: saturated, not zero before, not zero after, not finite (int32), squared error, square (float32).
+    """Per element: saturated, not zero before, not zero after, not finite (int32), squared error, square (float32).
 
-    `scaled`: `x * scale`; `code`: what its code stands for.
+    `scaled`: `x * scale`; `code`: the value of its code.
     """
     saturated = (tl.abs(scaled) > FP8_MAX).to(tl.int32)
     before = (x != 0.0).to(tl.int32)
@@ -114,7 +114,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 def count_fused(items: Sequence[Item]) -> dict[int, TensorStatistics]:
-    """Statistics by position; items that the kernel does not take (layout, dtype, format, place) are left out."""
+    """Statistics by position, without the items that the kernel cannot take (layout, dtype, format, device)."""
     groups: dict[tuple[torch.device, torch.dtype, str, bool], list[int]] = {}
     items = [by_rows(item) for item in items]
     for i, item in enumerate(items):
@@ -128,7 +128,7 @@ def count_fused(items: Sequence[Item]) -> dict[int, TensorStatistics]:
 
 
 def by_rows(item: Item) -> Item:
-    """A transposed matrix (torchao's weights) as what lies in memory: no element count asks for the order."""
+    """A transposed matrix (torchao's weights) as it lies in memory, because counts do not depend on the order."""
     values = item.values
     if values.dim() != 2 or values.is_contiguous() or not values.t().is_contiguous():
         return item
@@ -138,7 +138,7 @@ def by_rows(item: Item) -> Item:
 
 
 def fits(item: Item) -> bool:
-    """Whether the kernel can read the tensors where they lie."""
+    """Whether the kernel can read the tensors in place."""
     values, scale, codes = item.values, item.scale, item.codes
     return (
         values.device.type == "cuda"
@@ -157,7 +157,7 @@ def fits(item: Item) -> bool:
 
 
 def scale_mode(values: torch.Tensor, scale: torch.Tensor) -> int | None:
-    """How `scale` broadcasts over `values`: one, one a row (last dimension), one a column; None: otherwise."""
+    """How `scale` broadcasts over `values`: one, one per row (last dimension), one per column; None: another way."""
     if scale.numel() == 1:
         return _ONE
     if values.dim() and scale.shape == (*values.shape[:-1], 1):
@@ -168,7 +168,7 @@ def scale_mode(values: torch.Tensor, scale: torch.Tensor) -> int | None:
 
 
 def launch(items: Sequence[Item]) -> list[TensorStatistics]:
-    """One launch for tensors of one device, dtype and format, all with codes or all without."""
+    """Count tensors of one device, dtype and format, all with codes or all without, in one launch."""
     from fp8watch.capture.statistics.count import TensorStatistics
 
     fmt: Fp8Format = items[0].fmt

@@ -1,7 +1,7 @@
-"""Counting what a tensor would lose under other recipes: all candidates of `fp8watch.what_if` from one look at it.
+"""Counts what a tensor would lose under other recipes: all candidates of `fp8watch.what_if` at once.
 
-On a GPU one pass of a fused Triton kernel over each tensor, any number of tensors a launch; everywhere else, and for
-layouts that the kernel does not take, the torch code below, with the same counts to the bit.
+On a GPU this takes one pass of a fused Triton kernel over each tensor, any number of tensors per launch. Elsewhere, and
+for layouts that the kernel cannot take, the torch code below counts, with exactly the same counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.capture.statistics.count import Item
+from fp8watch.capture.statistics.count import Item, local
 from fp8watch.emulation.cast import measure_amax
 from fp8watch.emulation.statistics import quantize_and_count
 from fp8watch.formats import E4M3, Fp8Format
@@ -26,16 +26,16 @@ _MANTISSA_BITS, _BIAS = 23, 127
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIfStatistics:
-    """Of one tensor; element i of each 1-D tensor [5] is candidate i of `CANDIDATES`. All on the tensor's device."""
+    """Figures of one tensor, on its device; element i of each 1-D tensor [5] is candidate i of `CANDIDATES`."""
 
     underflowed: torch.Tensor
     """int64 [5]: not zero before, zero after."""
     saturated: torch.Tensor
     """int64 [5]: magnitude above the format's maximum after scaling (infinity included)."""
     squared_error: torch.Tensor
-    """float32 [5]: sum of the squared differences between the values and what their codes stand for."""
+    """float32 [5]: sum of the squared differences between the values and their dequantized codes."""
     squared_values: torch.Tensor
-    """float32, 0-dim: sum of the squared values."""
+    """float32, 0-D: sum of the squared values."""
 
     @property
     def snr(self) -> torch.Tensor:
@@ -44,12 +44,12 @@ class WhatIfStatistics:
 
 
 def what_if(item: Item, amax: torch.Tensor | None = None) -> WhatIfStatistics:
-    """One tensor; `amax` (0-dim float32) spares a pass where it is known."""
+    """Figures of one tensor. A known `amax` (0-D float32) saves a pass."""
     return what_if_many([item], [amax])[0]
 
 
 def what_if_many(items: Sequence[Item], amaxes: Sequence[torch.Tensor | None] | None = None) -> list[WhatIfStatistics]:
-    """Many tensors; on a GPU one launch for each dtype and format among them. The items' codes are not looked at."""
+    """Figures of many tensors; on a GPU one launch per dtype and format. The items' codes are ignored."""
     known = [None] * len(items) if amaxes is None else list(amaxes)
     largest = [_amax(local(i.values)) if a is None else a for i, a in zip(items, known, strict=True)]
     kernels: Any = _kernels() if any(item.values.device.type == "cuda" for item in items) else None
@@ -58,7 +58,7 @@ def what_if_many(items: Sequence[Item], amaxes: Sequence[torch.Tensor | None] | 
 
 
 def _amax(values: torch.Tensor) -> torch.Tensor:
-    """As `measure_amax`, which off the CPU would make a float32 copy of the tensor."""
+    """Like `measure_amax`, which would make a float32 copy of the tensor on a GPU."""
     if values.device.type == "cpu" or not values.numel() or not values.is_floating_point():
         return measure_amax(values)
     low, high = torch.aminmax(torch.nan_to_num(values, nan=0.0, posinf=torch.inf, neginf=-torch.inf))
@@ -66,7 +66,7 @@ def _amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def what_if_by_torch(item: Item, amax: torch.Tensor) -> WhatIfStatistics:
-    """The reference: a few passes of torch operations for each candidate."""
+    """The reference: a few passes of torch operations per candidate."""
     values, scale = local(item.values), local(item.scale).float()
     if not values.numel():
         zeros = torch.zeros(len(CANDIDATES), device=values.device)
@@ -91,7 +91,7 @@ def what_if_by_torch(item: Item, amax: torch.Tensor) -> WhatIfStatistics:
 
 
 def current_scale(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """float32 of amax's shape: fp8_max / amax, exactly 1 where that is no use, as Transformer Engine has it
+    """float32 of amax's shape: fp8_max / amax, or exactly 1 where that is not usable, as in Transformer Engine
     (`common/recipe/recipe_common.cuh`)."""
     scale = torch.full_like(amax, fmt.max, dtype=torch.float32).div_(amax)
     return torch.where((amax > 0) & torch.isfinite(amax) & torch.isfinite(scale), scale, 1.0)
@@ -100,8 +100,8 @@ def current_scale(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
 def tile_scale(tiles: torch.Tensor) -> torch.Tensor:
     """[..., tile] -> float32 [..., 1]: fp8_max of E4M3 over the tile's amax, rounded down to a power of two.
 
-    From the bits of amax alone, which no division can round: with amax = m 2^e the power is 8 - e where m <= 1.75,
-    else 7 - e (448 = 1.75 * 2^8). NaN does not count; 1 for a tile of zeros or with an infinity.
+    Computed from the bits of amax, without a division that could round: for amax = m 2^e the power is 8 - e if
+    m <= 1.75, else 7 - e (448 = 1.75 * 2^8). NaN is ignored; 1 for a tile of zeros or with an infinity.
     """
     amax = torch.nan_to_num(tiles.float().abs(), nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
     bits = amax.view(torch.int32)
@@ -113,25 +113,18 @@ def tile_scale(tiles: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(values: torch.Tensor, length: int) -> torch.Tensor:
-    """[..., n] -> [..., ceil(n / length), length], the last tile of a row filled up with zeros."""
+    """[..., n] -> [..., ceil(n / length), length], the last tile of a row padded with zeros."""
     values = values.reshape(1, -1) if values.dim() < 2 else values
     short = -values.shape[-1] % length
     padded = torch.nn.functional.pad(values, (0, short)) if short else values
     return padded.reshape(*values.shape[:-1], padded.shape[-1] // length, length)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Detached; of a DTensor this rank's part."""
-    tensor = tensor.detach()
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 _loaded: list[Any] = []
 
 
 def _kernels() -> Any:
-    """The Triton module, or None where Triton cannot be imported (said once)."""
+    """The Triton module, or None if Triton cannot be imported (logged once)."""
     if not _loaded:
         try:
             from fp8watch.capture.statistics import what_if_kernels

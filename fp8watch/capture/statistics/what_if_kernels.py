@@ -1,9 +1,9 @@
 """All what-if candidates of many tensors in one launch, each tensor read once.
 
-Importing this needs Triton. The table of addresses, the second grid axis and the partial sums are those of
-`kernels`; a program walks over groups of 1x128 tiles, which never cross a row, so that the amax of a tile and of its
-four 1x32 parts is found in registers. Scales of tiles are made from the bits of amax (no division), the current
-scale by torch, so that counts are those of `what_if_by_torch` to the bit; sums differ in the order of additions.
+Importing this needs Triton. The table of addresses, the second grid axis and the partial sums are as in `kernels`. A
+program loops over groups of 1x128 tiles, which never cross a row, so the amax of a tile and of its four 1x32 parts is
+found in registers. Tile scales are made from the bits of amax (no division) and the current scale by torch, so counts
+are exactly those of `what_if_by_torch`; sums differ in the order of additions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fp8watch.capture.statistics.what_if import WhatIfStatistics
 
 TILES = 4
-"""1x128 tiles that a program holds at once: 512 elements, four a thread, under seventeen counters."""
+"""1x128 tiles that a program holds at once: 512 elements, four per thread, with seventeen counters."""
 TILES_A_PROGRAM = 16 * TILES
 MOST_PROGRAMS = 1024
 _COUNTS, _SUMS = 1 + 2 * len(CANDIDATES), 1 + len(CANDIDATES)
@@ -32,7 +32,7 @@ _COUNTS, _SUMS = 1 + 2 * len(CANDIDATES), 1 + len(CANDIDATES)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lost(x, scale, inverse, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Saturated and left over (int32), squared error (float32) of one cast, element by element."""
+    """Saturated, not zero after (int32) and squared error (float32) of one cast, per element."""
     scaled = x * scale
     code = kernels.cast(scaled, FP8_MAX, MIN_NORMAL, MAGIC)
     difference = (scaled - code) * inverse
@@ -41,7 +41,7 @@ def _lost(x, scale, inverse, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MA
 
 @triton.jit
 def _tile_power(amax):  # type: ignore[no-untyped-def]
-    """Biased exponent of fp8_max / amax rounded down to a power of two; see `what_if.tile_scale`."""
+    """Biased exponent of fp8_max / amax, rounded down to a power of two; see `what_if.tile_scale`."""
     bits = amax.to(tl.int32, bitcast=True)
     above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = 262 - (bits >> 23) - above
@@ -157,7 +157,7 @@ def _what_if_kernel(  # type: ignore[no-untyped-def]
 
 
 def what_if_fused(items: Sequence[Item], amaxes: Sequence[torch.Tensor]) -> dict[int, WhatIfStatistics]:
-    """Figures by position; items that the kernel does not take are left out."""
+    """Figures by position, without the items that the kernel cannot take."""
     groups: dict[tuple[torch.device, torch.dtype, str], list[int]] = {}
     items = [kernels.by_rows(item) for item in items]
     for i, item in enumerate(items):
@@ -171,7 +171,7 @@ def what_if_fused(items: Sequence[Item], amaxes: Sequence[torch.Tensor]) -> dict
 
 
 def launch(items: Sequence[Item], amaxes: Sequence[torch.Tensor]) -> list[WhatIfStatistics]:
-    """One launch for tensors of one device, dtype and format."""
+    """Count tensors of one device, dtype and format in one launch."""
     from fp8watch.capture.statistics.what_if import WhatIfStatistics, current_scale
 
     fmt: Fp8Format = items[0].fmt

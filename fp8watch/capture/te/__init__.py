@@ -1,1 +1,1 @@
-"""Transformer Engine: its scaling state read and written where it lies, and its casts looked at."""
+"""Transformer Engine: reads and writes its scaling state in place, and measures its casts."""

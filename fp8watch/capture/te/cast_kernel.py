@@ -1,9 +1,8 @@
-"""Counting one cast where it happens, on a GPU: one launch, no table, no copy, nothing made on the host.
+"""Counts one cast when it happens, on a GPU: one launch, no table, no copy, nothing allocated on the host.
 
-Each program of a launch owns a place in the buffers and adds to it, so that micro-batches add up without atomics and
-the result is the same every time. Importing this needs Triton. What is counted of an element is
-`fp8watch.capture.statistics.kernels.tally`, as where many tensors are at hand at once and share a launch; here they
-come one by one and are gone a moment later.
+Each program of a launch adds to its own place in the buffers, so micro-batches add up without atomics and the result
+is reproducible. Importing this needs Triton. The counts per element are `fp8watch.capture.statistics.kernels.tally`,
+as in the kernel that counts many tensors in one launch; here tensors come one by one and are soon freed.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from fp8watch.formats import Fp8Format
 BLOCK = 4096
 NUM_WARPS = 8
 PROGRAMS = 512
-"""A launch: enough to fill a GPU. 1,680 tensors x 512 places x 24 bytes are 20 MiB."""
+"""Programs per launch: enough to fill a GPU. 1,680 tensors x 512 places x 24 bytes are 20 MiB."""
 LARGE = 2**31
-"""Elements from which on their number takes 64 bits."""
+"""From this number of elements on, the number takes 64 bits."""
 DEVICE = "cuda"
-"""Type of the devices that it runs on; Triton's interpreter takes another."""
+"""Type of device that the kernel runs on; another one with Triton's interpreter."""
 ALIGNMENT = 16
-"""Bytes. Triton compiles another kernel for addresses that are no multiple."""
+"""Bytes. Triton compiles another kernel for addresses that are not a multiple of this."""
 _launches: dict[tuple[Any, ...], tuple[Callable[..., object], tuple[Any, ...]]] = {}
-"""Compiled kernels with their grid, and their constants: going through `triton.jit` takes several times as long."""
+"""Compiled kernels with their grid, and their constants: a call through `triton.jit` takes several times as long."""
 
 
-# Neither the address of the scale, one element anywhere in a vector, nor the number of elements gains from a kernel of
-# its own; with fewer kinds of launches the one that is wanted is found at once.
+# Specialising on the address of the scale (one element anywhere in a vector) or on the number of elements gains
+# nothing; with fewer kinds of kernels the right one is found at once.
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["scale_at"])  # type: ignore[untyped-decorator]
 def _cast_kernel(  # type: ignore[no-untyped-def]
     source, codes, scale_at, counts, sums, numel,
@@ -77,16 +76,16 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 def add(
     row: CastRow, values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, *, is_inverse: bool, fmt: Fp8Format
 ) -> bool:
-    """Add what a cast did to a row's counts (int32 [PROGRAMS, 4]) and sums (float32 [PROGRAMS, 2]).
+    """Add a cast's statistics to a row's counts (int32 [PROGRAMS, 4]) and sums (float32 [PROGRAMS, 2]).
 
-    `codes`: the bytes (uint8) it made; `scale`: one float32 element, or with `is_inverse` what it is divided by. False:
-    the kernel cannot read them where they lie, and has added nothing.
+    `codes`: the bytes (uint8) that the cast made; `scale`: one float32 element, the inverse scale with `is_inverse`.
+    False: the kernel cannot read tensors of this layout, and nothing was added.
     """
     numel = values.numel()
     if codes.numel() != numel or not (values.is_contiguous() and codes.is_contiguous()):
         return False
     values_at, codes_at = values.data_ptr(), codes.data_ptr()
-    # All that Triton compiles a kernel of its own for, but for addresses that vector loads cannot start at.
+    # Everything that Triton compiles a separate kernel for, except addresses that are not aligned for vector loads.
     kind = (values.get_device(), values.dtype, fmt.name, is_inverse, numel < LARGE)
     known = None if (values_at | codes_at) % ALIGNMENT else _launches.get(kind)
     if known is not None:

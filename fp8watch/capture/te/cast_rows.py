@@ -1,4 +1,4 @@
-"""What a step's casts are counted into: a row a column, in two buffers on the device that grow with what is met."""
+"""Counters for a step's casts: a row per column, in two buffers on the device that grow as columns are discovered."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from dataclasses import dataclass
 import torch
 
 Key = tuple[str, str]
-"""Qualified module name and tensor: a column."""
+"""Identifies a column: qualified module name, tensor."""
 NUM_COUNTS, NUM_SUMS = 4, 2
 """Saturated, non-zero before, non-zero after, non-finite; squared error, squared values."""
 FIRST_ROOM = 64
-"""Rows: as many as ten or so layers have; doubled when they are not enough."""
+"""Rows allocated at first, enough for about ten layers; doubled when they do not suffice."""
 
 
 @dataclass(slots=True, eq=False)
 class CastRow:
-    """One column's place, and what the host knows of it in this step."""
+    """One column's place in the buffers, and what the host knows of it in this step."""
 
     key: Key
     number: int
     is_of_forward: bool
     """Cast in the forward pass: an input, a weight or an output."""
     counts: torch.Tensor
-    """int32, or int64 where there is one program; [programs, NUM_COUNTS]."""
+    """int32 (int64 with only one program), [programs, NUM_COUNTS]."""
     sums: torch.Tensor
     """float32 [programs, NUM_SUMS]."""
     counts_at: int
     sums_at: int
-    """Their addresses: a cast does not pay for asking."""
+    """Their addresses, cached because a query would cost time in every cast."""
     elements: int = 0
-    """Counted in this step."""
+    """Number counted in this step."""
     is_forward_done: bool = False
 
 
 class CastRows:
-    """`programs`: partial sums a row, added up when the step is over."""
+    """`programs`: number of partial sums per row, which are added up when the step is over."""
 
     def __init__(self, device: torch.device, programs: int) -> None:
         self.device, self._programs = device, programs
         self._rows: dict[Key, CastRow] = {}
-        # A program's share of a step's elements fits into 32 bits, all of them may not.
+        # One program's share of a step's elements fits into 32 bits; all of them may not.
         self._dtype = torch.int64 if programs == 1 else torch.int32
         self.counts = torch.zeros(0, programs, NUM_COUNTS, dtype=self._dtype, device=device)
         """[rows, programs, NUM_COUNTS], in the order of the rows."""
@@ -51,11 +51,11 @@ class CastRows:
         return iter(self._rows.values())
 
     def get(self, key: Key) -> CastRow | None:
-        """The row of a column that was met before."""
+        """The row of a column, None if it has none yet."""
         return self._rows.get(key)
 
     def row(self, key: Key) -> CastRow:
-        """The row of a column, made when it is asked for first."""
+        """The row of a column, made at the first call."""
         found = self._rows.get(key)
         if found is None:
             number = len(self._rows)
@@ -66,7 +66,7 @@ class CastRows:
         return found
 
     def clear(self) -> None:
-        """A new step: nothing is counted."""
+        """Start a new step with all counters at 0."""
         self.counts.zero_()
         self.sums.zero_()
         for row in self._rows.values():

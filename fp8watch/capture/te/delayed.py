@@ -1,13 +1,13 @@
-"""Transformer Engine, delayed scaling: every amax and every scale of every step through TE's own reduction.
+"""Source for delayed scaling in Transformer Engine: every amax and scale of every step, from TE's own reduction.
 
-Works with several recipes in one model (one vector a recipe and direction), gradient accumulation (our maximum over
+Works with several recipes in one model (one vector per recipe and direction), gradient accumulation (our maximum over
 all micro-batches), recompute, CUDA graphs, FP8 primary weights, operations of `te.ops`, history length 1 (where TE's
 stored history is always zero) and several models in one process: columns are matched by the identity of a module's
 scale tensor, never by position.
 
-Cost: one concatenation an update, of the scales that it is about to replace, at the moment when they are those that the
-casts have used; TE's own vectors of amaxes are made anew for each update and need no copy. Both go to the ring as they
-lie. No pass over data, no synchronisation.
+Cost: one concatenation per update, of the scales that it is about to replace, which are those that the casts used. TE
+makes new amax vectors for each update, so they need no copy. Both go to the ring without further kernels. No pass over
+data, no synchronisation.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ from fp8watch.records import TensorColumn
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN = 64
-"""Another model's vector is looked at again now and then: identities of objects that are gone are given again."""
+"""Updates until another model's vector is looked at again, because ids of deleted objects are reused."""
 
 _Owned = dict[int, tuple[str, Any, str, bool, Any]]
 
 
 @dataclass(slots=True, eq=False)
 class _Vector:
-    """Where the model's columns lie in one of TE's concatenated vectors, and what was seen there this step."""
+    """The model's columns in one of TE's concatenated vectors, and their values in this step."""
 
     is_forward: bool
     slots: list[tuple[tuple[str, Any], Any, Any]]
     """`((module name, tensor), module, recipe state)` of each column."""
     positions: torch.Tensor | None
-    """Index into TE's vector (int64, on the device); None: the vector is ours alone, in this order."""
+    """Indices into TE's vector (int64, on the device); None: the whole vector is ours, in this order."""
     scales: tuple[torch.Tensor, ...]
-    """TE's scale tensors, for which the index was made; held, so that an identity is not given to another."""
+    """The scale tensors that the vector was made from; kept, so that their ids are not reused."""
     signature: tuple[int, ...]
-    """Their identities."""
+    """The ids of `scales`."""
     amax: torch.Tensor | None = None
-    """Largest of the step; None: not updated in it."""
+    """Largest of the step; None: not updated in this step."""
     amax_last: torch.Tensor | None = None
     amax_local: torch.Tensor | None = None
-    """The same as `amax`, of this rank before the reduction; None: nobody to reduce with."""
+    """Like `amax`, for this rank before the reduction over ranks; None: no reduction."""
     scale: torch.Tensor | None = None
-    """Used in the step by the last casts."""
+    """Used by the last casts of the step."""
     updates: int = 0
 
     @property
     def states(self) -> set[int]:
-        """Identities of our states in it."""
+        """Ids of our recipe states in it."""
         return {id(state) for _, _, state in self.slots}
 
     def is_of(self, scales: Sequence[torch.Tensor]) -> bool:
-        """Whether these are its scale tensors: by identity, for `==` would compare what is in them."""
+        """Whether these are its scale tensors. By identity, because `==` would compare their values."""
         known = self.scales
         return len(scales) == len(known) and all(map(is_, scales, known))
 
 
 class TeDelayedSource:
-    """See the module's docstring. `extension` stands in for `transformer_engine_torch` in tests."""
+    """See the module's docstring. `extension` replaces `transformer_engine_torch` in tests."""
 
     name = "transformer_engine.delayed"
 
@@ -78,13 +78,13 @@ class TeDelayedSource:
         self._model = model
         self._tap: UpdateTap = update_tap(extension)
         self._vectors: dict[tuple[int, ...], _Vector] = {}
-        """By signature, as they were met."""
+        """By signature, in order of discovery."""
         self._ordered: list[_Vector] = []
-        """Forward ones first; arranged again when they change, as what follows."""
+        """The same, forward ones first. This and `_is_spread` are updated when vectors change."""
         self._is_spread = False
-        """They lie on several devices."""
+        """Whether they are on several devices."""
         self._foreign: dict[tuple[int, ...], int] = {}
-        """Vectors of other models, and how often they were met."""
+        """Vectors of other models by signature, and how often they were seen."""
         self._recipes: list[Any] = []
         self._num_changes = 0
         self._seen_as: tuple[Any, ...] | None = None
@@ -92,19 +92,19 @@ class TeDelayedSource:
         self._missing: list[str] = []
         self._num_reads = 0
         self._is_stale = True
-        """Something may have changed since columns were worked out: a step was made, a vector was met."""
+        """Whether columns may have changed since they were computed: after a step or a new vector."""
         self._tap.subscribe(self._on_update)
 
     def columns(self) -> Sequence[TensorColumn]:
         """Forward tensors first, each vector in TE's own order; known from the first update on.
 
-        The same object as long as nothing has changed, so that a step does not pay for comparing them.
+        The same object as long as nothing has changed, so that steps need not compare columns.
         """
         self._refresh()
         return self._columns
 
     def not_observable(self) -> Sequence[str]:
-        """FP8 modules that took part in no update so far."""
+        """FP8 modules that have not taken part in any update so far."""
         self._refresh()
         return self._missing
 
@@ -116,7 +116,7 @@ class TeDelayedSource:
         if not self._is_stale:
             return
         self._is_stale = False
-        # Twice more after the first step: what has still not shown up by then is named.
+        # Also after the first two reads: modules that have not shown up by then are named.
         state = (
             self._num_changes,
             min(self._num_reads, 2),
@@ -139,13 +139,13 @@ class TeDelayedSource:
         ]
 
     def begin(self, *, with_statistics: bool) -> None:
-        """Forget the step that was read."""
+        """Start an optimizer step: forget the previous one."""
         for vector in self._vectors.values():
             vector.amax = vector.amax_last = vector.amax_local = vector.scale = None
             vector.updates = 0
 
     def read(self) -> Reading | None:
-        """amax, scale and, where there was more than one update, amax_last of this step.
+        """amax and scale of this step, and amax_last if there was more than one update.
 
         A tensor whose amax is 0 was idle and counts as not observed.
         """
@@ -171,13 +171,13 @@ class TeDelayedSource:
         )  # fmt: skip
 
     def _parts(self, name: str) -> list[torch.Tensor]:
-        """One tensor a vector, on one device; zeros for a vector that was not updated."""
+        """One tensor per vector, all on one device; zeros for a vector that was not updated."""
         vectors = self._ordered
         found: list[torch.Tensor] = []
         for vector in vectors:
             values: torch.Tensor | None = getattr(vector, name)
             if values is None and name == "amax_local":
-                values = vector.amax  # a recipe that reduces nothing
+                values = vector.amax  # a recipe without reduction over ranks
             if values is None:
                 values = torch.zeros(len(vector.slots), device=vectors[0].scales[0].device)
             found.append(values)
@@ -187,20 +187,20 @@ class TeDelayedSource:
         return found
 
     def detach(self) -> None:
-        """Leave the tap."""
+        """Stop listening."""
         self._tap.unsubscribe(self._on_update)
 
     def _on_update(self, amax: torch.Tensor, scales: Sequence[torch.Tensor], local: torch.Tensor | None = None) -> None:
-        """TE is about to update: `amax` is reduced, `scales` are those just used, `local` is the amax before the
-        reduction where there was one. Runs on autograd's thread too."""
+        """Called before TE's update: `amax` is reduced over ranks, `scales` are those just used, `local` is the amax
+        before the reduction if there was one. Runs on autograd's thread too."""
         vector = next((known for known in self._ordered if known.is_of(scales)), None)
         if vector is None:
             vector = self._meet(scales, amax.device)
             if vector is None:
                 return
         if vector.is_forward and vector.updates and torch._C._current_graph_task_id() != -1:
-            # A recomputation inside a backward pass updates once more, with the same amax, after the scales of its
-            # casts have made room for newer ones.
+            # A recomputation inside a backward pass updates once more with the same amax, but by then newer scales
+            # have replaced those of its casts.
             return
         used = torch.cat(vector.scales)
         if vector.positions is not None:
@@ -212,14 +212,14 @@ class TeDelayedSource:
         if vector.amax is None or vector.amax_last is None or vector.scale is None:
             vector.amax, vector.amax_last, vector.scale = amax, amax, used
             return
-        # Of a tensor that has not been cast since the last update, that one's numbers stand.
+        # A tensor that has not been cast since the last update keeps the numbers of that update.
         was_cast = amax != 0
         vector.amax = torch.maximum(vector.amax, amax)
         vector.amax_last = torch.where(was_cast, amax, vector.amax_last)
         vector.scale = torch.where(was_cast, used, vector.scale)
 
     def _meet(self, scales: Sequence[torch.Tensor], device: torch.device) -> _Vector | None:
-        """A vector that is none of ours so far; another model's is looked at again only now and then."""
+        """A vector that is not known as ours. One of another model is looked at again only now and then."""
         signature = tuple(map(id, scales))
         met = self._foreign.get(signature, 0)
         if met % LOOK_AGAIN:
@@ -230,9 +230,9 @@ class TeDelayedSource:
     def _index(
         self, scales: Sequence[torch.Tensor], signature: tuple[int, ...], device: torch.device
     ) -> _Vector | None:
-        """Find our columns in a vector met for the first time; None: it belongs to other models.
+        """Find our columns in a new vector; None: it belongs to other models.
 
-        Modules get their state at their first forward, and models grow.
+        New vectors also come later: modules get their state at their first forward, and models grow.
         """
         owned: _Owned = {id(entry[4].scale): entry for entry in delayed_states(self._model)}
         found: list[tuple[tuple[str, Any], Any, Any]] = []
@@ -259,7 +259,7 @@ class TeDelayedSource:
         vector = _Vector(
             is_forward=is_forward, slots=found, positions=index, scales=tuple(scales), signature=signature
         )  # fmt: skip
-        # A vector that has grown takes the place of what it was; state that was made anew leaves the old one behind.
+        # A vector that has grown replaces its former self; so does one whose states were made anew.
         live = {id(entry[4]) for entry in owned.values()}
         for known in list(self._vectors.values()):
             if known.states & live <= vector.states:
@@ -277,7 +277,7 @@ class TeDelayedSource:
 
 
 def _why_unseen(module: Any, num_reads: int) -> str | None:
-    """Why a module's numbers are missing; None for one that holds no FP8 state, like attention outside FP8."""
+    """Why a module's numbers are missing; None if it holds no FP8 state, like attention outside FP8."""
     held = list(metas(module))
     if not held or num_reads == 0:
         return None
@@ -288,7 +288,7 @@ def _why_unseen(module: Any, num_reads: int) -> str | None:
         return f"{type(recipe).__name__} keeps no scale between steps, which this version does not read"
     if hasattr(module, "_fp8_metas"):
         return f"{type(recipe).__name__} keeps no scale between steps, which is not read in operations of te.ops"
-    # Set by a module's first forward (TE 2.20 `pytorch/module/base.py` 916, 1501), in FP8 or not.
+    # A module's first forward sets it (TE 2.20 `pytorch/module/base.py` 916, 1501), in FP8 or not.
     if getattr(module, "activation_dtype", "") is None and any(True for _ in module.parameters(recurse=False)):
         return "has not run yet"
     return None

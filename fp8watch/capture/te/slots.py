@@ -1,12 +1,12 @@
-"""What each slot of a Transformer Engine module's scale vector holds.
+"""The meaning of each slot in a Transformer Engine module's scale vector.
 
-TE keeps one scale and one amax history per direction and module, an element a quantized tensor, in the raw order of
-its GEMMs (TE 2.20 `pytorch/module/base.py` 1139, `csrc/common.h` 75, `cpp_extensions/fused_attn.py` 167); operations of
-`te.ops` hold only what they quantize (`ops/basic/basic_linear.py` 272, `grouped_linear.py` 401). That the order agrees
-with the library's own `get_quantizer_roles` is tested against roles recorded from it.
+TE keeps one scale vector and one amax history per module and direction, with one element per quantized tensor, in the
+order of its GEMMs (TE 2.20 `pytorch/module/base.py` 1139, `csrc/common.h` 75, `cpp_extensions/fused_attn.py` 167).
+Operations of `te.ops` hold only what they quantize (`ops/basic/basic_linear.py` 272, `grouped_linear.py` 401). The
+order is tested against roles recorded from the library's own `get_quantizer_roles`.
 
-Slots for the output and the gradient of the input are live only with FP8 output; their amax stays 0 forever
-otherwise, which is why an amax of 0 is read as "not observed".
+Slots for the output and the gradient of the input are used only with FP8 output. Otherwise their amax always stays 0,
+which is why an amax of 0 means "not observed".
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ATTENTION_BACKWARD: dict[int, tuple[str, Tensor]] = {
 def slot_names(module: Any, name: str, *, forward: bool, num_slots: int) -> list[tuple[str, Tensor] | None]:
     """`(qualified module name, tensor)` for every slot of one direction; None for a slot without a meaning.
 
-    A module of several GEMMs gets a name a GEMM: `mlp.fc1` and `mlp.fc2` for LayerNormMLP, `moe.gemm_3` for
+    A module of several GEMMs gets one name per GEMM: `mlp.fc1` and `mlp.fc2` for LayerNormMLP, `moe.gemm_3` for
     GroupedLinear, `attention.qkv` for fused attention.
     """
-    # Frameworks derive from TE's classes and name theirs otherwise (Megatron's TEDotProductAttention).
+    # All base classes, because other frameworks derive from TE's under other names (Megatron's TEDotProductAttention).
     kinds = {base.__name__ for base in type(module).__mro__}
     if kinds & _ATTENTION:
         table = _ATTENTION_FORWARD if forward else _ATTENTION_BACKWARD

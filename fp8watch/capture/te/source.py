@@ -1,15 +1,16 @@
-"""Transformer Engine, whatever the recipes: delayed scaling by its update, recipes without state by their GEMMs.
+"""Source for Transformer Engine with any recipes: delayed scaling from its update, stateless recipes from their GEMMs.
 
-On sampled steps the casts themselves are looked at too (`statistics`).
+On sampled steps the casts themselves are measured too (`statistics`).
 
-The tap on GEMM calls is put in only when a module is found to use a recipe without state, which is known after its
-first forward: a run that uses delayed scaling alone never pays for it, another one is seen from its second step on.
+The tap on GEMM calls is put in when a module is found to use a stateless recipe, which is known after its first
+forward. So a run that uses delayed scaling only never pays for it, and another is observed from its second step on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -20,19 +21,19 @@ from fp8watch.capture.source import Reading
 from fp8watch.capture.te.delayed import TeDelayedSource
 from fp8watch.capture.te.gemm_tap import GemmTap
 from fp8watch.capture.te.stateless import TeStatelessSource
-from fp8watch.capture.te.states import is_stateful
+from fp8watch.capture.te.states import is_mixed, is_stateful, other_tensors
 from fp8watch.capture.te.statistics import TeStatistics
 from fp8watch.records import TensorColumn
 
 logger = logging.getLogger(__name__)
 
 EVERY_STEP_UNTIL, THEN_WITHIN = 4, 64
-"""Steps in which all modules are asked for their recipe, and within which all have been asked after them, some a step:
-it may be changed in a live run, but seldom is, and asking a whole model takes as long as everything else in a step."""
+"""All modules are searched for stateless recipes in each of the first steps, and afterwards once in 64 steps, some per
+step. Recipes seldom change during a run, and a search of the whole model costs as much as all else in a step."""
 
 
 class TeSource:
-    """Columns of delayed scaling first. `extension` and `tap` stand in for TE's own in tests."""
+    """Columns of delayed scaling come first. `extension` and `tap` replace TE's own in tests."""
 
     name = "transformer_engine"
 
@@ -50,13 +51,15 @@ class TeSource:
         self._num_begins = 0
         self._to_ask: list[torch.nn.Module] = []
         self._share = 1
-        """Modules asked a step."""
+        """Modules searched per step."""
         self._parts: tuple[Sequence[TensorColumn], Sequence[TensorColumn]] = ((), ())
         self._columns: Sequence[TensorColumn] = ()
+        self._named_for: tuple[object, ...] = ()
+        self._named: Sequence[str] = ()
 
     @property
     def meters(self) -> Mapping[Kind, CostMeter] | None:
-        """Where the cost of counting goes."""
+        """Meters for the cost of counting."""
         return self._statistics.meters if self._statistics is not None else None
 
     @meters.setter
@@ -74,15 +77,36 @@ class TeSource:
         return self._columns
 
     def not_observable(self) -> Sequence[str]:
-        """Modules in neither part."""
+        """Modules and single tensors that neither part observes; the same object as long as nothing changes."""
         missing = self._delayed.not_observable()
+        stateless = () if self._stateless is None else self._stateless.not_observable()
+        columns = self.columns()
+        seen_for = (missing, stateless, columns, self._why_not)
+        if len(self._named_for) != len(seen_for) or any(map(is_not, seen_for, self._named_for)):
+            self._named_for = seen_for
+            self._named = [*self._missing(missing), *stateless, *self._partly(columns)]
+        return self._named
+
+    def _missing(self, missing: Sequence[str]) -> Sequence[str]:
         if self._stateless is None:
             return [f"{entry} ({self._why_not})" for entry in missing] if self._why_not else missing
         seen = self._stateless.modules
         return [entry for entry in missing if entry.partition(": ")[0] not in seen]
 
+    def _partly(self, columns: Sequence[TensorColumn]) -> Iterator[str]:
+        """Modules that mix recipes and have tensors that are not observed."""
+        mixed = [(name, module) for name, module in self._model.named_modules() if is_mixed(module)]
+        shown = {(column.module, column.tensor) for column in columns} if mixed else set()
+        for name, module in mixed:
+            unread = [(part, tensor, kind) for part, tensor, kind in other_tensors(module, name)
+                      if (part, tensor) not in shown]  # fmt: skip
+            if unread:
+                tensors = ", ".join(f"{part}:{tensor}".removeprefix(f"{name}.") for part, tensor, _ in unread)
+                kinds = " and ".join(sorted({kind for _, _, kind in unread}))
+                yield f"{name}: {tensors} ({kinds}) are not read, only tensors with delayed scaling"
+
     def begin(self, *, with_statistics: bool) -> None:
-        """A new optimizer step."""
+        """Start an optimizer step."""
         self._delayed.begin(with_statistics=with_statistics)
         self._num_begins += 1
         if self._statistics is not None:
@@ -97,7 +121,7 @@ class TeSource:
         return self._statistics is not None and self._statistics.look_closer(modules)
 
     def read(self) -> Reading | None:
-        """Both parts' numbers; a part that did not run counts as not observed."""
+        """The numbers of both parts; a part that did not run counts as not observed."""
         reading = self._read()
         if self._statistics is not None:
             reading = self._statistics.add_to(reading, self.columns)
@@ -116,7 +140,7 @@ class TeSource:
         return _joined((delayed, stateless), lengths)
 
     def detach(self) -> None:
-        """Leave all taps."""
+        """Stop listening to all taps."""
         if self._statistics is not None:
             self._statistics.detach()
         self._delayed.detach()
@@ -145,7 +169,7 @@ def _is_stateless(module: Any) -> bool:
     if not isinstance(meta, dict) or not getattr(module, "fp8", False):
         return False
     state = meta.get("scaling_fwd")
-    return state is not None and getattr(state, "scale", None) is None
+    return state is not None and (getattr(state, "scale", None) is None or is_mixed(module))
 
 
 def _joined(parts: tuple[Reading | None, Reading | None], lengths: tuple[int, int]) -> Reading:
@@ -163,7 +187,7 @@ def _joined(parts: tuple[Reading | None, Reading | None], lengths: tuple[int, in
                 pieces.append(torch.zeros(length, device=device))
                 flags.append(torch.zeros(length, dtype=torch.bool, device=device))
             else:
-                held = name if name in part.values else "amax"  # one update, or one rank
+                held = name if name in part.values else "amax"  # equal with one update, or one rank
                 pieces.append(part.values[held])
                 flags.append(part.validity(held))
         values[name], valid[name] = torch.cat(pieces), torch.cat(flags)

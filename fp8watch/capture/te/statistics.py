@@ -1,11 +1,11 @@
 """Element counts of Transformer Engine's casts on sampled steps: underflow, saturation, non-finite, MSE, SNR.
 
 A cast is matched to its column by its quantizer: with delayed scaling by the address of the scale it uses (a view of
-the module's vector), else by the identity of the quantizer in the module's list. What is counted is what was made: the
-FP8 bytes against the source and the scale of that very cast. Formats with a scale a block (block scaling, MXFP8, NVFP4)
-are not counted: their columns stay "not observed".
+the module's vector), else by the identity of the quantizer in the module's list. The real result is counted: the FP8
+bytes are compared with the source and the scale of the same cast. Formats with one scale per block (block scaling,
+MXFP8, NVFP4) are not counted; their columns stay "not observed".
 
-On a GPU one launch a cast; elsewhere, and where Triton is missing, torch counts.
+On a GPU this takes one launch per cast; elsewhere, and without Triton, torch counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class TeStatistics:
-    """Counts into `CastRows`, which a sampled step clears."""
+    """Counts casts into `CastRows`, which are cleared at the start of each sampled step."""
 
     def __init__(self, model: torch.nn.Module, *, extension: Any | None = None) -> None:
         self._model = model
@@ -45,24 +45,24 @@ class TeStatistics:
         self._by_quantizer: dict[int, tuple[Any, Key]] = {}
         self._has_looked = False
         self.rows: CastRows | None = None
-        """What this step's casts are counted into. None before the first cast, which tells the device."""
+        """Counters of this step's casts. None before the first cast, which determines the device."""
         self._has_said_device = False
         self._formats: dict[Any, Fp8Format] = {}
-        """By TE's code of a dtype."""
+        """By TE's dtype code."""
         self.meters: Mapping[Kind, CostMeter] | None = None
         self._is_sampled = False
         self._what_if: WhatIfLog | None = None
         self._looked_at: frozenset[str] | None = frozenset()
-        """Modules whose casts are compared with other recipes in this step; None: all."""
+        """Modules with what-if figures in this step; None: all."""
 
     def look_closer(self, modules: Sequence[str] | None) -> bool:
-        """See `fp8watch.capture.closer.LooksCloser`: asked for after `begin`, in a step that is sampled."""
+        """See `fp8watch.capture.closer.LooksCloser`. Call it after `begin`; possible in a sampled step only."""
         self._looked_at = None if modules is None else frozenset(modules)
         return self._is_sampled
 
     def begin(self, *, is_sampled: bool) -> None:
-        """A new step."""
-        if not is_sampled and not self._is_sampled:  # as the step before
+        """Start a step."""
+        if not is_sampled and not self._is_sampled:  # like the previous step
             self._tap.leave()
             return
         self._looked_at = frozenset()
@@ -78,11 +78,11 @@ class TeStatistics:
         self._tap.listen()
 
     def detach(self) -> None:
-        """Leave the tap."""
+        """Stop listening."""
         self._tap.leave()
 
     def add_to(self, reading: Reading | None, columns: Callable[[], Sequence[TensorColumn]]) -> Reading | None:
-        """The step's reading with its counts; unchanged, and `columns` not asked for, on a step that is not sampled."""
+        """The step's reading with its counts. On a step that is not sampled: unchanged, and `columns` is not called."""
         if not self._is_sampled:
             return reading
         self._tap.leave()
@@ -128,10 +128,10 @@ class TeStatistics:
         return self._key_of(quantizer) is not None and not is_capturing() and self._is_in_training()
 
     def _on_cast(self, source: torch.Tensor, quantizer: Any, made: Any) -> None:
-        """One cast, on the thread and stream that made it."""
+        """Count one cast, on the thread and stream that made it."""
         codes, inverse = getattr(made, "_data", None), getattr(made, "_scale_inv", None)
         if not isinstance(codes, torch.Tensor) or not isinstance(inverse, torch.Tensor) or inverse.numel() != 1:
-            return  # a scale a block, or only the transposed bytes
+            return  # one scale per block, or only the transposed bytes
         key = self._key_of(quantizer)
         if key is None or is_capturing() or not self._is_in_training():
             return
@@ -146,7 +146,7 @@ class TeStatistics:
             if torch._C._current_graph_task_id() == -1:
                 row.is_forward_done = True
             elif row.is_forward_done:
-                return  # computed again in the backward pass
+                return  # recomputed in the backward pass
         fmt = self._format(getattr(made, "_fp8_dtype", None))
         with _UNTIMED if self.meters is None else self.meters["statistics"].piece():
             self._count(row, source, codes, inverse, fmt)
@@ -160,13 +160,13 @@ class TeStatistics:
                 self._what_if.offer(row.number, values=source, scale=scale, fmt=fmt, amax=None)
 
     def _on_another_device(self, device: torch.device, counted: torch.device) -> None:
-        """A kernel must not be given addresses of another device's memory, and a model spread over several is rare."""
+        """Only one device is counted: a kernel must not get addresses of another's memory, and such models are rare."""
         if not self._has_said_device:
             self._has_said_device = True
-            logger.warning("fp8watch: casts on %s are not counted: those on %s are", device, counted)
+            logger.warning("fp8watch: casts on %s are not counted, only those on %s", device, counted)
 
     def _is_in_training(self) -> bool:
-        """Evaluation is no step's business. The mode of gradients says nothing: autograd's functions run without."""
+        """Whether this is training, not evaluation. Grad mode does not tell: it is off inside autograd functions."""
         return self._model.training or torch._C._current_graph_task_id() != -1
 
     def _format(self, code: Any) -> Fp8Format:
@@ -190,7 +190,7 @@ class TeStatistics:
     def _key_of(self, quantizer: Any) -> Key | None:
         found = self._find(quantizer)
         if found is None and not self._has_looked:
-            self._has_looked = True  # once a step: other models cast too
+            self._has_looked = True  # at most once per step, because other models' casts never match
             self._look()
             found = self._find(quantizer)
         return found
@@ -205,7 +205,7 @@ class TeStatistics:
         return None
 
     def _look(self) -> None:
-        """Which quantizers the model's modules have now; a change of the recipe makes them anew."""
+        """Find the quantizers that the model's modules have now; a change of recipe replaces them."""
         self._by_scale.clear()
         self._by_quantizer.clear()
         for name, module, key, forward, state in delayed_states(self._model):
@@ -227,7 +227,7 @@ _UNTIMED = nullcontext()
 
 
 def _kernel() -> Any:
-    """The Triton module, or None."""
+    """The module with the Triton kernel, or None without Triton."""
     try:
         from fp8watch.capture.te import cast_kernel
     except ImportError:

@@ -1,15 +1,15 @@
-"""One patch a process on Transformer Engine's delayed-scaling update, shared by all watches.
+"""One patch per process on Transformer Engine's delayed-scaling update, shared by all watches.
 
-TE concatenates the amaxes of every registered module, reduces them over its group and hands them with all
-histories and scales to `transformer_engine_torch.fused_amax_and_scale_update_after_reduction`, once a
-direction and micro-batch (TE 2.20 `pytorch/quantization.py` 656). Looking at the arguments *before* the call
-shows the reduced amaxes and the scales that were just used for casting, at the price of nothing. What a rank had
-before the reduction, which hides who was extreme, is copied in front of it
-(`FP8GlobalStateManager.reduce_tensor_across_group_op_max`, called only where there is somebody to reduce with).
+TE concatenates the amaxes of every registered module, reduces them over its group and passes them with all histories
+and scales to `transformer_engine_torch.fused_amax_and_scale_update_after_reduction`, once per direction and
+micro-batch (TE 2.20 `pytorch/quantization.py` 656). *Before* the call its arguments hold the reduced amaxes and the
+scales that were just used for casting, so reading them costs nothing. The reduction hides which rank was extreme, so
+each rank's own amaxes are copied before it (`FP8GlobalStateManager.reduce_tensor_across_group_op_max`, called only if
+there are ranks to reduce with).
 
-The attribute is looked up on the module at every call, so replacing it works also after models were built
-and under CUDA graphs, whose scale updates run outside the graph. The backward call comes from autograd's
-thread. A subscriber that raises is dropped and counted: training never hears of it.
+The attribute is looked up on the module at every call, so replacing it also works after models were built, and under
+CUDA graphs, whose scale updates run outside the graph. The backward call comes from autograd's thread. A subscriber
+that raises is dropped and counted; training is not affected.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ UPDATE = "fused_amax_and_scale_update_after_reduction"
 REDUCE = "reduce_tensor_across_group_op_max"
 
 Subscriber = Callable[..., None]
-"""Called with the reduced amax vector (float32, [n]) and the list of scale tensors it belongs to; where ranks have
-reduced it, also with a copy of the vector from before: this rank's own."""
+"""Called with the reduced amax vector (float32 [n]) and the list of scale tensors that it belongs to. If ranks have
+reduced it, also with this rank's own vector, a copy from before the reduction."""
 
 
 class UpdateTap:
-    """The patch; it is put in by the first subscriber and taken out by the last."""
+    """The patch. The first subscriber puts it in, the last one takes it out."""
 
     def __init__(self, extension: Any, manager: Any | None = None) -> None:
-        """`manager`: the class with the reduction; None: what ranks had before it is not seen."""
+        """`manager`: the class with the reduction; None: values before the reduction are not observed."""
         self._extension, self._manager = extension, manager
         self._patches = Patches()
         self._reduction: Any = None
-        """The manager's own static method, while ours stands in its place."""
+        """The manager's original static method while ours replaces it."""
         self._local = threading.local()
         self._subscribers: tuple[Subscriber, ...] = ()
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class UpdateTap:
             self._subscribers = (*self._subscribers, subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Stop calling it; the last one out restores the original function."""
+        """Stop calling it. After the last one the original function is restored."""
         with self._lock:
             self._subscribers = tuple(s for s in self._subscribers if s != subscriber)
             if not self._subscribers:
@@ -71,7 +71,7 @@ class UpdateTap:
 
     def _tapped_reduction(self, original: Any) -> Any:
         def reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            # Kept until the update that follows on this thread, which is given the same tensor.
+            # Kept until the next update on this thread, which gets the same tensor.
             self._local.before = (tensor, tensor.clone()) if self._subscribers else None
             return original.__func__(tensor, *args, **options)
 
@@ -103,7 +103,7 @@ _taps: dict[int, UpdateTap] = {}
 
 
 def update_tap(extension: Any | None = None) -> UpdateTap:
-    """The process's tap. Raises `AttributeError` or `ImportError` where this TE has no such function."""
+    """The tap of this process. Raises `AttributeError` or `ImportError` if this TE has no such function."""
     if extension is None:
         extension = importlib.import_module("transformer_engine_torch")
         quantization = importlib.import_module("transformer_engine.pytorch.quantization")

@@ -1,6 +1,6 @@
-"""Scales in Transformer Engine's quantized tensors: attributes of one object into amax and scale.
+"""Reads scales from Transformer Engine's quantized tensors: from attributes of one object to amax and scale.
 
-Recipes that keep no state leave their scales in the tensors they make (TE 2.20 `pytorch/tensor/storage/*.py`):
+Stateless recipes leave their scales in the tensors they make (TE 2.20 `pytorch/tensor/storage/*.py`):
 
 | recipe | class | what is read |
 | --- | --- | --- |
@@ -9,13 +9,13 @@ Recipes that keep no state leave their scales in the tensors they make (TE 2.20 
 | MXFP8 | `MXFP8TensorStorage` | the same names, uint8 E8M0: 2^(byte - 127), 0 padding, 255 NaN |
 | NVFP4 | `NVFP4TensorStorage` | `_amax_rowwise`, `_amax_columnwise`, float32 |
 
-The columnwise array is used where there is no rowwise one. Of a block format the worst block counts: the one with
-the largest amax, hence the smallest scale. With power-of-two scales (MXFP8 always, block by default) amax is known
-to a factor of two, and what is given is its upper bound.
+The columnwise array is used if there is no rowwise one. Of a block format the worst block is taken: the one with the
+largest amax, hence the smallest scale. With power-of-two scales (MXFP8 always, block by default) amax is known only to
+a factor of two, and its upper bound is given.
 
-TE makes a scale of exactly 1 where amax is 0, infinite or NaN (`common/recipe/recipe_common.cuh`), so that a scale
-of 1 says nothing about amax: it is left out. Read on the CPU from objects of these layouts in tests; current and
-block scaling are tested on a GPU, the readers of MXFP8 and NVFP4 have not been run on hardware.
+TE makes a scale of exactly 1 if amax is 0, infinite or NaN (`common/recipe/recipe_common.cuh`), so a scale of 1 says
+nothing about amax and is left out. Tests read objects of these layouts on the CPU; current and block scaling are tested
+on a GPU; the readers of MXFP8 and NVFP4 have not been run on hardware.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Kind = Literal["current", "block", "mxfp8", "nvfp4"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorScales:
-    """What one quantized tensor says. No synchronisation has taken place."""
+    """The scales of one quantized tensor, read without synchronisation."""
 
     recipe: Kind
     """`current` also for a tensor quantized with delayed scaling."""
     fp8_format: str
-    """Key of `fp8watch.formats.FORMATS`; of NVFP4 the format of its block scales."""
+    """Key of `fp8watch.formats.FORMATS`; for NVFP4 the format of its block scales."""
     worst: torch.Tensor
-    """0-d float32: 1 / scale of the worst block, 0 unknown, NaN where a block's scale is; of NVFP4 the amax."""
+    """0-D float32: 1 / scale of the worst block, 0 if unknown, NaN if any block's scale is; for NVFP4 the amax."""
 
     @property
     def fp8_max(self) -> float:
@@ -54,41 +54,41 @@ class TensorScales:
 
     @property
     def amax(self) -> torch.Tensor:
-        """0-d float32; 0 unknown."""
+        """0-D float32; 0 if unknown."""
         return self.worst if self.recipe == "nvfp4" else self.worst * self.fp8_max
 
     @property
     def scale(self) -> torch.Tensor | None:
-        """0-d float32, infinite where unknown; None for NVFP4, which has a scale of two levels."""
+        """0-D float32, infinite if unknown; None for NVFP4, whose scales have two levels."""
         return None if self.recipe == "nvfp4" else self.worst.reciprocal()
 
 
 def format_name(dtype: Any) -> str:
-    """Key of `fp8watch.formats.FORMATS` for TE's enumeration of dtypes: E4M3 where it names none.
+    """Key of `fp8watch.formats.FORMATS` for a member of TE's dtype enumeration; E4M3 if it names no FP8 format.
 
-    An `IntEnum` of Python's since 2.20 (`pytorch/constants.py` 24), whose `str` is a number; pybind11's before.
+    Since 2.20 that is a Python `IntEnum` (`pytorch/constants.py` 24), whose `str` is a number; before, one of pybind11.
     """
     return "e5m2" if "E5M2" in str(getattr(dtype, "name", dtype)) else "e4m3"
 
 
 def is_delayed(tensor: Any) -> bool:
-    """Whether the tensor was quantized with delayed scaling, whose scales have a source of their own."""
+    """Whether the tensor was quantized with delayed scaling, which another source reads (`delayed`)."""
     return type(getattr(tensor, "_quantizer", None)).__name__ == "Float8Quantizer"
 
 
-def scale_addresses(tensor: Any) -> Iterator[int]:
-    """Addresses of the tensor's scale arrays: they tell a tensor that comes back in another wrapper."""
+def scale_arrays(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensor's scale arrays. Their memory identifies a tensor that comes back in another wrapper."""
     for name in ("_scale_inv", *_SCALES):
         array = getattr(tensor, name, None)
         if isinstance(array, torch.Tensor) and array.numel():
-            yield array.data_ptr()
+            yield array
 
 
 def read_scales(tensor: Any, *, raw: bool = False) -> TensorScales | None:
-    """Scales of a quantized tensor (or storage); None for a plain tensor.
+    """Scales of a quantized tensor (or storage); None for a plain tensor or an unknown layout.
 
-    `raw` leaves scales of exactly 1 in where there is one scale a tensor, for a caller that sorts them out for many
-    tensors at once. Raises nothing for a layout that is not known: None.
+    `raw` keeps scales of exactly 1 of formats with one scale per tensor, for a caller that removes them for many
+    tensors at once.
     """
     fmt = format_name(getattr(tensor, "_fp8_dtype", None))
     per_tensor = getattr(tensor, "_scale_inv", None)
@@ -109,9 +109,9 @@ def read_scales(tensor: Any, *, raw: bool = False) -> TensorScales | None:
 
 
 def scale_range(tensor: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Smallest and largest scale among the blocks (0-d float32), padding and unknown ones left out.
+    """Smallest and largest scale among the blocks (0-D float32), without padding and unknown ones.
 
-    Both infinite where no block has a known scale. None for NVFP4 and for plain tensors.
+    Both are infinite if no block has a known scale. None for NVFP4 and for plain tensors.
     """
     scales = _first(tensor, ("_scale_inv", *_SCALES))
     if scales is None or _first(tensor, ("_amax_rowwise", "_amax_columnwise")) is not None:
@@ -122,17 +122,17 @@ def scale_range(tensor: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         inverse = scales.float() if hasattr(tensor, "_scale_inv") else _block_scales(tensor)
     is_known = (inverse != UNKNOWN_SCALE) & (inverse > 0)
     if scales.dtype == torch.uint8:
-        is_known = inverse > 0  # a power of two like any other
+        is_known = inverse > 0  # 1 is a power of two like any other
     largest = torch.where(is_known, inverse, 0.0).amax().reciprocal()
     smallest = torch.where(is_known, inverse, torch.inf).amin()
     return largest, torch.where(smallest == torch.inf, torch.inf, smallest.reciprocal())
 
 
 def _block_scales(tensor: Any) -> torch.Tensor:
-    """float32: inverse scales of the blocks, without the padding to multiples of 4, whose memory nobody has written.
+    """float32: inverse scales of the blocks, without the padding to multiples of 4, which is uninitialised memory.
 
-    TE 2.20 `tensor/float8_blockwise_tensor.py` 162. Of the data as it lies, [rows, columns]: a scale a block of 128
-    x 128 in [blocks of rows, blocks of columns], padded; a scale 1 x 128 in [blocks of columns, rows], padded.
+    TE 2.20 `tensor/float8_blockwise_tensor.py` 162. For stored data [rows, columns]: scales per 128 x 128 block in
+    [blocks of rows, blocks of columns], padded; scales per 1 x 128 block in [blocks of columns, rows], padded.
     """
     for side in ("rowwise", "columnwise"):
         scales, data = getattr(tensor, f"_{side}_scale_inv", None), getattr(tensor, f"_{side}_data", None)

@@ -1,1 +1,1 @@
-"""torchao's float8 training: scales read where they pass, eager and compiled."""
+"""torchao's float8 training: reads the scales of its casts, eager and compiled."""

@@ -1,12 +1,12 @@
-"""Numbers of torchao layers that `torch.compile` runs: noted by the graph itself.
+"""Numbers of torchao layers under `torch.compile`: the compiled graph itself notes them.
 
-A compiled graph calls no Python, so nothing can be tapped. What is traced instead is the layer's forward with
-three small additions: the amax of input and weight, and that of the output's gradient, raised into 0-d tensors
-which the layer holds as plain attributes. Dynamo lifts them to graph inputs, so a graph shared by many equal
-blocks writes to each layer's own. torchao computes the same `max(abs(x))` in the same graph, where the compiler
-can merge the two. No graph break is added (proven by a test); the graph is larger by these operations.
+A compiled graph calls no Python, so nothing can be tapped. Instead the layer's forward is traced with three small
+additions: the amax of input, weight and the output's gradient, accumulated (maximum) in 0-D tensors that the layer
+holds as plain attributes ("notes"). Dynamo lifts them to graph inputs, so a graph shared by many equal blocks writes
+to each layer's own. torchao computes the same `max(abs(x))` in the same graph, so the compiler can merge the two. No
+graph break is added (proven by a test); the graph is larger by these operations.
 
-Only layers that have notes when they are first traced are seen: attach before the first compiled step.
+Only layers that have notes when they are first traced are observed: attach before the first compiled step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 import torch
 
 ATTRIBUTE = "_fp8watch_notes"
-"""On a layer: `[input, weight, grad_output, precision]`, each 0-d float32 on the layer's device.
+"""Attribute of a layer: `[input, weight, grad_output, precision]`, each 0-D float32 on the layer's device.
 
-`precision`: what the last forward ran in, 1 high precision, 0 FP8; it stays from step to step."""
+`precision` of the last forward: 1 high precision, 0 FP8; it is kept from step to step."""
 NOT_RUN = -1.0
-"""Value of a note that no graph has written in this step (an amax is never negative)."""
+"""Value of a note that no graph wrote in this step (an amax is never negative)."""
 ROLES = ("input", "weight", "grad_output")
 PRECISION = len(ROLES)
 
 
 @torch._dynamo.allow_in_graph
 class _NoteGradient(torch.autograd.Function):
-    """Identity whose backward raises a note to the gradient's amax; traced by AOTAutograd."""
+    """Identity whose backward raises a note to the gradient's amax. Traced by AOTAutograd."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, note: torch.Tensor) -> torch.Tensor:
@@ -43,12 +43,12 @@ class _NoteGradient(torch.autograd.Function):
 
 
 def _raise_to(note: torch.Tensor, values: torch.Tensor) -> None:
-    # The expression torchao uses, so that both become one; NaN is kept by both.
+    # The same expression as in torchao, so that the compiler can merge them; both keep NaN.
     note.copy_(torch.maximum(note, torch.max(torch.abs(values.detach())).float()))
 
 
 def noted_forward(original: Callable[..., Any], module: Any, input: torch.Tensor, high_precision: bool = False) -> Any:
-    """`original(module, input)` as Dynamo is to trace it. Layers without notes, evaluation and DTensors: unchanged."""
+    """`original(module, input)` with notes, for Dynamo to trace; plain without notes, in evaluation, for DTensors."""
     notes = getattr(module, ATTRIBUTE, None)
     if notes is None or not torch.is_grad_enabled() or type(input) is not torch.Tensor:
         return original(module, input)
@@ -67,25 +67,25 @@ def noted_forward(original: Callable[..., Any], module: Any, input: torch.Tensor
 
 
 def noted_precision(module: torch.nn.Module) -> bool | None:
-    """Whether the last compiled forward ran in high precision; None: unknown. One device read: for read-backs."""
+    """Whether the last compiled forward ran in high precision; None: unknown. Reads the device: for read-backs only."""
     notes = getattr(module, ATTRIBUTE, None)
     value = NOT_RUN if notes is None else float(notes[PRECISION])
     return None if value == NOT_RUN else value == 1.0
 
 
 def forget_precision(module: torch.nn.Module) -> None:
-    """The precision was switched: what ran before says nothing any more."""
+    """Reset the noted precision after a switch: earlier forwards say nothing about it."""
     notes = getattr(module, ATTRIBUTE, None)
     if notes is not None:
         notes[PRECISION].fill_(NOT_RUN)
 
 
 _watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Layers whose notes were put on by us: a deep copy or a loaded pickle brings notes along that nobody reads."""
+"""Layers that we put notes on; a deep copy or a loaded pickle has notes too, but nobody reads them."""
 
 
 class CompiledNotes:
-    """The notes of one source's layers: put on them, cleared a step, gathered, taken off."""
+    """The notes of one source's layers: adds, clears, gathers and removes them."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._held: dict[int, tuple[torch.nn.Module, list[torch.Tensor]]] = {}
@@ -93,12 +93,12 @@ class CompiledNotes:
         self._num = len(modules)
         for i, module in enumerate(modules):
             device = next(module.parameters()).device
-            # A layer that has notes already is watched by somebody else, unless it is a copy of one that is.
+            # A layer that has notes already is watched by another source, unless it is a copy of a watched one.
             is_watched = module in _watched and getattr(module, ATTRIBUTE, None) is not None
             if not is_watched and device.type != "meta":
                 notes = [torch.full((), NOT_RUN, device=device) for _ in range(len(ROLES) + 1)]
                 for note in notes:
-                    # As for parameters: CUDA graphs refuse a graph that writes to an input which may move.
+                    # As for parameters: CUDA graphs refuse a graph that writes to an input whose address may change.
                     torch._dynamo.mark_static_address(note, guard=False)
                 setattr(module, ATTRIBUTE, notes)
                 _watched.add(module)
@@ -106,7 +106,7 @@ class CompiledNotes:
         self._amax = [note for _, notes in self._held.values() for note in notes[:PRECISION]]
 
     def clear(self) -> None:
-        """A new optimizer step: two launches for all."""
+        """Start an optimizer step: two launches for all notes."""
         if self._amax:
             torch._foreach_zero_(self._amax)
             torch._foreach_add_(self._amax, NOT_RUN)
@@ -125,7 +125,7 @@ class CompiledNotes:
         return amax, precision
 
     def remove(self) -> None:
-        """Take the notes off; graphs traced with them are traced again without."""
+        """Remove the notes. Graphs traced with them are traced again without."""
         for module, notes in self._held.values():
             if getattr(module, ATTRIBUTE, None) is notes:
                 delattr(module, ATTRIBUTE)

@@ -1,12 +1,12 @@
-"""Changing the precision of torchao float8 layers in a live run.
+"""Changes the precision of torchao float8 layers during training.
 
-A layer in high precision gets a `forward` of its own (an instance attribute in front of the class's) that runs
-`nn.Linear` in BF16 on the same parameters; the optimizer, the state dict and other layers see nothing. What really
-ran is noted by the forwards themselves, in a graph that `torch.compile` has made by way of the notes that a source
-puts on the layer (`compiled`); without them it stays unknown there, which is not the same as done. Dynamo
-guards on the attribute: the switch costs one more graph a layer, the way back none.
+A layer in high precision gets its own `forward` (an instance attribute that hides the class's), which runs `nn.Linear`
+in BF16 on the same parameters; the optimizer, the state dict and other layers notice nothing. The forwards themselves
+note which precision really ran. A compiled graph does so with the notes that a source puts on the layer (`compiled`);
+without notes its precision is unknown, and the switch is not taken as done. Dynamo guards on the attribute: the switch
+costs one more graph per layer, the return none.
 
-torchao computes each scale from the tensor at hand and keeps none: there is nothing to repair and no margin.
+torchao computes each scale from the tensor itself and keeps none: there is nothing to repair and no margin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8watch.capture.torchao.scales import is_float8_linear
 from fp8watch.capture.torchao.taps import taps
 from fp8watch.errors import ActionError
 
-STATELESS = "torchao computes every scale from the tensor at hand and keeps none, so there is none to repair"
+STATELESS = "torchao computes every scale from the tensor itself and keeps none, so there is none to repair"
 NO_MARGIN = "torchao's dynamic scales have no margin: they always map amax to the format's maximum"
 _RAN = "_fp8watch_ran_high_precision"
 
@@ -39,14 +39,14 @@ class TorchaoControls:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._first_runs: dict[str, Any] = {}
-        """Hooks that wait for the first FP8 forward after a return."""
+        """Hooks, by layer, that wait for the first FP8 forward after a return."""
 
     def modules(self) -> Sequence[str]:
-        """Qualified names of the float8 layers, whatever they run in now."""
+        """Qualified names of the float8 layers, whatever precision they run in at present."""
         return list(self._layers())
 
     def set_high_precision(self, modules: Sequence[str], *, high_precision: bool) -> None:
-        """In force from the next forward on. Raises `ActionError` where the weight exists in FP8 only."""
+        """Takes effect in the next forward. Raises `ActionError` for a weight that is gathered in FP8."""
         layers = self._named(modules)
         blocked = [name for name, layer in layers.items() if getattr(layer.config, "enable_fsdp_float8_all_gather", 0)]
         if high_precision and blocked:
@@ -59,14 +59,14 @@ class TorchaoControls:
             if (hook := self._first_runs.pop(name, None)) is not None:
                 hook.remove()
             if high_precision:
-                # Not a bound method: pickle would look for one of that name in the class.
+                # Not a bound method, which pickle would look up by name in the class.
                 layer.forward = functools.partial(_bf16_forward, layer)
             else:
                 del layer.forward
                 self._first_runs[name] = layer.register_forward_hook(StaysHere(self._note_first_run(name)))
 
     def ran_high_precision(self, modules: Sequence[str]) -> list[bool | None]:
-        """What each layer's last forward did; None: unknown, as there was none since the switch."""
+        """Whether each layer's last forward was in high precision; None: unknown, or none since the switch."""
         return [
             vars(layer)[_RAN] if _RAN in vars(layer) else noted_precision(layer)
             for layer in self._named(modules).values()
@@ -80,8 +80,12 @@ class TorchaoControls:
         """Not possible: raises `ActionError` with the reason."""
         raise ActionError(STATELESS)
 
+    def highest_scales(self, tensors: Sequence[str]) -> dict[str, float]:
+        """Not possible: raises `ActionError` with the reason."""
+        raise ActionError(STATELESS)
+
     def margin(self) -> float | None:
-        """None: the recipe has none."""
+        """None: the recipe has no margin."""
         return None
 
     def set_margin(self, margin: float) -> None:
@@ -114,7 +118,7 @@ class TorchaoControls:
 
 
 def _bf16_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """`nn.Linear.forward` on BF16 operands (autocast's dtype under autocast); the output's dtype is FP8's."""
+    """`nn.Linear.forward` on BF16 operands (autocast's dtype under autocast); same output dtype as the FP8 layer."""
     device = input.device.type
     is_autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_autocast else torch.bfloat16

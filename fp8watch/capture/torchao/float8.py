@@ -1,12 +1,12 @@
-"""torchao float8 training: amax and scale of every cast of every `Float8Linear`, as they pass.
+"""Source for torchao float8 training: amax and scale of every cast of every `Float8Linear`.
 
-Eager layers are tapped (`taps`), compiled ones note their own amax (`compiled`). A cast is matched
-to its layer by the identity of the layer's `linear_mm_config`, which torchao makes anew for every layer and
-hands to every cast, forward and backward; nothing is kept of a tensor but its amax and scale.
+Eager layers are tapped (`taps`), compiled ones note their own amax (`compiled`). A cast is matched to its layer by the
+identity of the layer's `linear_mm_config`, which torchao makes for each layer and passes to every cast, forward and
+backward. Only amax and scale of a tensor are kept.
 
-A scale belongs to one cast. A column shows the largest amax of the step and the scale made from it, the smallest:
-with rowwise scales that is the worst row, with several micro-batches the worst of them. A layer that has not run
-has no column and is named; it is never shown as zeros.
+A scale belongs to one cast. A column holds the largest amax of the step and the scale made from it, which is the
+smallest: of the worst row with rowwise scales, of the worst micro-batch with several. A layer that has not run has no
+column and is named; it never appears as zeros.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fp8watch.records import TensorColumn
 TENSORS: tuple[Literal["input", "weight", "grad_output"], ...] = ("input", "weight", "grad_output")
 
 LOOK_AGAIN_EVERY = 64
-"""Steps between walks through the model for layers that came or went."""
+"""Steps between two searches of the model for layers that were added or removed."""
 
 
 class TorchaoSource:
-    """Source for the `Float8Linear` layers that `model` has when it is made (listening starts at once).
+    """Source for the `Float8Linear` layers that `model` has at construction. Listening starts at once.
 
-    Raises `ImportError` or `AttributeError` where this torchao is laid out otherwise.
+    Raises `ImportError` or `AttributeError` if this torchao lacks the expected functions.
     """
 
     name = "torchao.float8"
@@ -63,9 +63,9 @@ class TorchaoSource:
         self._counts = torch.zeros(len(COUNTS), num, dtype=torch.int64, device=self._device)
         self._squares = torch.zeros(2, num, device=self._device)
         self._blocks = torch.zeros(2, num, dtype=torch.int64, device=self._device)
-        """Scales of a row each, and how many of their rows clip."""
+        """Number of row or column scales, and how many of those rows or columns clip."""
         self._scale_range = torch.zeros(2, num, device=self._device)
-        """Largest and smallest of them."""
+        """Largest and smallest of those scales."""
         self._has_blocks = False
         self._is_counting = False
         self.meters: Mapping[Kind, CostMeter] | None = None
@@ -76,9 +76,9 @@ class TorchaoSource:
         self._gradients = [0] * len(self._modules)
         self._recipes: list[tuple[Any, CastRecipe] | None] = [None] * len(self._modules)
         self._seen: set[int] = set()
-        """Modules that a tap has seen run, ever."""
+        """Modules that have ever run eagerly, as seen by the tap."""
         self._was_compiled: set[int] = set()
-        """Modules whose graph has noted something, ever; known a step late on an accelerator."""
+        """Modules whose graph has ever noted something; known one step late on an accelerator."""
         self._flags = HostFlags()
         self._shown: list[int] = []
         self._columns: list[TensorColumn] = []
@@ -96,13 +96,13 @@ class TorchaoSource:
             raise
 
     def columns(self) -> Sequence[TensorColumn]:
-        """Three a layer that has run (known from the first reading on): input, weight, grad_output."""
+        """Three per layer that has run: input, weight, grad_output. Known from the first reading on."""
         return self._columns
 
     def not_observable(self) -> Sequence[str]:
-        """Layers that have not run, that came later, or that cannot be told apart.
+        """Layers that have not run, that were removed or added later, or that cannot be told apart.
 
-        The model is walked when what is shown has changed, and once in a while.
+        The model is searched when the columns have changed, and once in `LOOK_AGAIN_EVERY` steps.
         """
         due = (self._num_reads // LOOK_AGAIN_EVERY, min(self._num_reads, 1), self._shown_as)
         if due != self._looked_at:
@@ -127,7 +127,7 @@ class TorchaoSource:
                 )
 
     def begin(self, *, with_statistics: bool) -> None:
-        """A new optimizer step."""
+        """Start an optimizer step."""
         self._is_counting = with_statistics
         self._what_if.begin(frozenset())
         self._log.clear()
@@ -144,14 +144,14 @@ class TorchaoSource:
             self._notes.clear()
 
     def look_closer(self, modules: Sequence[str] | None) -> bool:
-        """See `fp8watch.capture.closer.LooksCloser`. Compiled layers run no Python: only eager ones are looked at."""
+        """See `fp8watch.capture.closer.LooksCloser`. Only eager layers are measured; compiled ones run no Python."""
         names = set(self._names.values() if modules is None else modules)
         chosen = [i for i, module in enumerate(self._modules) if self._names[module] in names]
         self._what_if.begin(frozenset(i * len(TENSORS) + k for i in chosen for k in range(len(TENSORS))))
         return bool(self._seen) or not self._was_compiled
 
     def read(self) -> Reading | None:
-        """This step's numbers; None when no layer ran, or only compiled ones that are not known yet."""
+        """This step's numbers; None if no layer ran, or only compiled ones that are not known yet."""
         self._num_reads += 1
         noted = self._notes.gather() if self._may_be_compiled() else None
         if noted is not None:
@@ -166,7 +166,7 @@ class TorchaoSource:
         high_precision = torch.tensor(self._is_high_precision, device="cpu", pin_memory=self._device.type == "cuda")
         high_precision = high_precision.to(self._device, non_blocking=True)
         if noted is not None:
-            # A cast that a tap saw itself is preferred; a compiled layer's scale is what its recipe makes of amax.
+            # The values of a tapped cast are preferred. The scale of a compiled layer is computed from its amax.
             notes, precision = noted
             by_graph = ~(notes < 0) & ~has_cast
             amax, amax_last = torch.where(by_graph, notes, amax), torch.where(by_graph, notes, amax_last)
@@ -203,7 +203,7 @@ class TorchaoSource:
         )
 
     def detach(self) -> None:
-        """Leave the tap and take the notes off the layers."""
+        """Stop listening and remove the notes from the layers."""
         taps.remove(self)
         self._notes.remove()
 
@@ -247,9 +247,9 @@ class TorchaoSource:
         self._log.add(column, amax=measure_amax(values), scale=None, fp8_max=1.0)
 
     def _note_call(self, i: int, role: str, phase: Phase) -> bool:
-        """Count, and whether this is the cast of its tensor whose elements are to be counted in this micro-batch.
+        """Count the call. Returns whether this cast's elements should be counted in this micro-batch.
 
-        Each operand is cast once a GEMM it takes part in, and again by a recomputation, which may be the only
+        Each operand is cast once per GEMM that it takes part in, and again by a recomputation, which may be the only
         forward with gradients there is (reentrant checkpointing).
         """
         self._seen.add(i)

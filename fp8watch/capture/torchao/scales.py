@@ -1,4 +1,4 @@
-"""What a torchao layer's configuration says about its casts: formats, how many, and how a scale follows from amax."""
+"""Casts of a torchao layer according to its configuration: their formats, their number, and the scale for an amax."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from fp8watch.formats import FORMATS
 
 SMALLEST_AMAX = 1e-12
-"""torchao's `EPS`: an amax below it counts as this (torchao 0.18 `float8/float8_utils.py`)."""
+"""torchao's `EPS`: a smaller amax is replaced by this (torchao 0.18 `float8/float8_utils.py`)."""
 
 _NAME_OF_DTYPE = {getattr(torch, fmt.torch_dtype): name for name, fmt in FORMATS.items()}
 
 
 def is_float8_linear(module: torch.nn.Module) -> bool:
-    """Whether a module is torchao's float8 layer (told by its class's name and home, without an import)."""
+    """Whether a module is torchao's float8 layer, from the name and module of its class, without an import."""
     return any(
         cls.__name__ == "Float8Linear" and cls.__module__.startswith("torchao.float8") for cls in type(module).__mro__
     )
@@ -25,19 +25,19 @@ def is_float8_linear(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastRecipe:
-    """Of one layer."""
+    """The casts of one layer."""
 
     formats: dict[str, str]
-    """Tensor -> key of `FORMATS`; the format of the forward GEMM's cast, or where that is off, the default."""
+    """Tensor -> key of `FORMATS`: the format of its first cast that is on, else the default."""
     is_cast: dict[str, bool]
     """Whether the tensor is cast for any GEMM."""
     gradient_casts: int
-    """Casts of grad_output in one backward pass: one a GEMM that takes it in FP8."""
+    """Casts of grad_output in one backward pass: one per GEMM that takes it in FP8."""
     rounds_to_power_of_2: bool
 
 
 def cast_recipe(module: Any) -> CastRecipe:
-    """Read from `module.config`; names as in torchao 0.18 `float8/config.py`."""
+    """Read the recipe from `module.config`; names as in torchao 0.18 `float8/config.py`."""
     config = module.config
     uses = {
         "input": (config.cast_config_input, config.cast_config_input_for_grad_weight),
@@ -58,7 +58,7 @@ def cast_recipe(module: Any) -> CastRecipe:
 
 
 class ScaleRule:
-    """The scale torchao makes of an amax, for all columns at once: fp8_max / max(amax, 1e-12) in FP64."""
+    """The scale that torchao makes from an amax, for all columns at once: fp8_max / max(amax, 1e-12) in FP64."""
 
     def __init__(self, modules: Sequence[Any], tensors: Sequence[str], device: torch.device) -> None:
         recipes = [cast_recipe(module) for module in modules]
@@ -79,6 +79,6 @@ class ScaleRule:
         """bool [num_columns]."""
 
     def scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """float32 [num_columns] -> float32 [num_columns]."""
+        """amax -> scale, both float32 [num_columns]."""
         scale = (self._fp8_max / amax.to(torch.float64).clamp(min=SMALLEST_AMAX)).to(torch.float32)
         return torch.where(self._rounds, torch.exp2(torch.floor(torch.log2(scale))), scale)

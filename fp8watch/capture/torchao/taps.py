@@ -1,14 +1,14 @@
-"""One set of patches a process on torchao's float8 training casts, shared by all watches.
+"""One set of patches per process on torchao's float8 training casts, shared by all watches.
 
-torchao keeps no scale: `Float8Linear` computes one a cast and forgets it. Every scale passes
+torchao keeps no scale: `Float8Linear` computes one per cast and forgets it. Every scale is an argument of
 `hp_tensor_and_scale_to_float8` (torchao 0.18 `float8/float8_scaling_utils.py`; with FP8 all-gather also
-`float8/fsdp_utils.py`), and the amax it was made from passes `float8_utils.amax_to_scale` just before. Both are
-looked up as globals of the calling module at each call, so replacing them there works for layers built earlier.
-`Float8Linear.forward` is wrapped as well, for two things no cast can tell: whether gradients are on (inside an
-`autograd.Function` they never are), and, while a graph is traced, which layer it is.
+`float8/fsdp_utils.py`), and the amax that it was made from is one of `float8_utils.amax_to_scale` just before. Both
+functions are looked up as globals of the calling module at each call, so replacing them there also works for layers
+built earlier. `Float8Linear.forward` is wrapped too, for two things that a cast cannot tell: whether gradients are on
+(inside an `autograd.Function` they never are), and, while a graph is traced, which layer it is.
 
-Under `torch.compile` these functions run while tracing only, on fake tensors, which are let through unseen; see
-`fp8watch.capture.torchao.compiled` for what is done instead. The patches add no graph break.
+Under `torch.compile` these functions run only while tracing, on fake tensors, which are ignored; see
+`fp8watch.capture.torchao.compiled` for the alternative. The patches add no graph break.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fp8watch.capture.torchao.compiled import noted_forward
 logger = logging.getLogger(__name__)
 
 CASTS = ("torchao.float8.float8_scaling_utils", "torchao.float8.fsdp_utils")
-"""Modules in whose namespace the cast is looked up; the first must have it, the second where it exists."""
+"""Modules that look up the cast in their namespace. The first must have it, the second may."""
 CAST = "hp_tensor_and_scale_to_float8"
 TO_SCALE = ("torchao.float8.float8_utils", "amax_to_scale")
 
 
 Phase = Literal["forward", "recompute", "backward", "evaluation"]
-"""When a cast happened; `recompute` is a forward inside a backward pass. FP8 all-gather counts as `forward`."""
+"""When a cast happened. `recompute` is a forward inside a backward pass; FP8 all-gather counts as `forward`."""
 
 
 class Tap(Protocol):
-    """Listener. Called on the thread of the cast (autograd's in a backward pass); must not change what it gets."""
+    """Listener. Called on the thread of the cast (autograd's in a backward pass); must not change its arguments."""
 
     def on_cast(
         self, owner: int, role: str, phase: Phase, *, amax: torch.Tensor | None, scale: torch.Tensor,
@@ -46,7 +46,7 @@ class Tap(Protocol):
     ) -> None:  # fmt: skip
         """`owner`: identity of the layer's `linear_mm_config`; `role`: input, weight or grad_output.
 
-        `amax` (None: the scale was made elsewhere) and `scale` have one element, or one a row or column.
+        `amax` (None: the scale was made elsewhere) and `scale` have one element, or one per row or column.
         """
 
     def on_high_precision(self, owner: int, role: str, phase: Phase, values: torch.Tensor) -> None:
@@ -59,11 +59,11 @@ class _Local(threading.local):
     is_evaluation = False
     """That forward runs without gradients."""
     last: tuple[Any, Any] = (None, None)
-    """Scale and the amax it was made from, of the cast under way on this thread."""
+    """The last scale made on this thread, and the amax that it was made from."""
 
 
 class CastTaps:
-    """The patches; put in by the first tap and taken out by the last."""
+    """The patches. The first tap puts them in, the last one takes them out."""
 
     def __init__(self) -> None:
         self._taps: tuple[Tap, ...] = ()
@@ -74,14 +74,14 @@ class CastTaps:
         """Taps that raised and were dropped."""
 
     def add(self, tap: Tap) -> None:
-        """Listen from now on. Raises `ImportError` or `AttributeError` where this torchao has no such cast."""
+        """Start listening. Raises `ImportError` or `AttributeError` if this torchao has no such cast."""
         with self._lock:
             if not self._patches:
                 self._install()
             self._taps = (*self._taps, tap)
 
     def remove(self, tap: Tap) -> None:
-        """Stop; nothing happens if it does not listen."""
+        """Stop listening; no effect if it does not listen."""
         with self._lock:
             self._taps = tuple(other for other in self._taps if other is not tap)
             if not self._taps:
@@ -137,7 +137,7 @@ class CastTaps:
                 self._drop(tap)
 
     def tell_high_precision(self, owner: int, role: str, values: torch.Tensor) -> None:
-        """A layer in BF16 says what it ran on (it has no cast that could be seen)."""
+        """Called by a layer in BF16 with the tensors that it ran on, because it has no cast that could be tapped."""
         for tap in self._taps:
             try:
                 tap.on_high_precision(owner, role, self._phase(), values)
@@ -146,7 +146,7 @@ class CastTaps:
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
-        """Around the forward of a layer, on its thread."""
+        """Context for the forward of a layer, on its thread."""
         local = self._local
         before = (local.is_forward, local.is_evaluation)
         local.is_forward, local.is_evaluation = True, not torch.is_grad_enabled()
@@ -181,4 +181,4 @@ class CastTaps:
 
 
 taps = CastTaps()
-"""The process's own."""
+"""The taps of this process."""

@@ -1,9 +1,9 @@
-"""One reader a format; `open_path` looks at what a path holds and chooses.
+"""One reader per format; `open_path` looks at the contents of a path and chooses.
 
-Read today: CSV (plain, Lightning's metrics.csv, W&B's exports), JSON rows (W&B's history as lines or a list),
+Supported: CSV (plain, Lightning's metrics.csv, W&B's exports), JSON rows (W&B's history as lines or a list),
 Transformers' trainer_state.json, text logs of Megatron, torchtitan and NeMo, TensorBoard events (with the `tensorboard`
-package), fp8watch's own stores, frame files (`.fp8rec`) and incident bundles, a cluster's Redis. Not read: W&B's binary
-run files.
+package), fp8watch's own stores, frame files (`.fp8rec`) and incident bundles, a cluster's Redis. Not supported: W&B's
+binary run files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8watch.replay.readers import cluster, csv_log, folder, json_rows, store, 
 from fp8watch.replay.recording import Recording
 
 SNIFF_BYTES = 4 * 1024 * 1024
-"""How far into a text log a step line is looked for (start-up chatter comes first)."""
+"""Bytes of a text log that are searched for a step line (start-up messages come first)."""
 
 PACKED = {
     b"\x1f\x8b": "packed with gzip: unpack it first (gunzip)", b"BZh": "packed with bzip2: unpack it first (bunzip2)",
@@ -26,24 +26,24 @@ PACKED = {
     b"PK\x03\x04": "a ZIP archive (a spreadsheet?): unpack it, or export it as CSV first",
     b"PAR1": "a Parquet file: write it as CSV first", b"\x89HDF": "an HDF5 file: write it as CSV first",
 }  # fmt: skip
-"""First bytes of files that are no text -> what is said of them."""
+"""First bytes of files that are not text -> message."""
 
 
 def open_path(source: Path | str) -> list[Recording]:
     """The runs at a path, or in a Redis by its URL.
 
-    Raises `BadInput` for what no reader knows, `MissingDependency` for what needs a package.
+    Raises `BadInput` if no reader knows the format, `MissingDependency` if a package is needed.
     """
     is_url = isinstance(source, str) and cluster.is_url(source)
     place = cluster.without_secrets(str(source)) if is_url else str(source)
-    # Those from a folder know their own files.
+    # Recordings from a folder already have the paths of their own files.
     return [item if item.place else dataclasses.replace(item, place=place) for item in _open(source)]
 
 
 def _open(source: Path | str) -> list[Recording]:
     if isinstance(source, str) and cluster.is_url(source):
         return cluster.read(source)
-    if source == "":  # a variable of the shell that was not set; `Path` takes it for the current folder
+    if source == "":  # an unset shell variable, which `Path` would take for the current folder
         raise BadInput(["command line:1: path: empty; the current folder is '.'"])
     path = Path(source)
     if not path.exists():

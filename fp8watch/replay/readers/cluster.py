@@ -1,5 +1,5 @@
-"""Runs of a cluster where they lie: a Redis, named by its URL. Re-enacted as far back as its stream of frames goes
-(`Settings.redis_keep_seconds`)."""
+"""Runs of a cluster, read from its Redis, which is named by a URL. They are re-enacted as far back as its stream of
+frames goes (`Settings.redis_keep_seconds`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from fp8watch.errors import BadInput
+from fp8watch.errors import BadInput, Unreachable
 from fp8watch.records import RunRecord
 from fp8watch.replay.recording import Facts, Recording, Seen
 
@@ -19,7 +19,7 @@ _URL = re.compile(r"(?:redis|rediss|unix|redis\+\w+)://")
 
 
 def is_url(path: str) -> bool:
-    """Whether this names a Redis and no file."""
+    """Whether this names a Redis, not a file."""
     return _URL.match(path) is not None
 
 
@@ -29,12 +29,13 @@ def without_secrets(url: str) -> str:
 
     try:
         return shown(url)
-    except ValueError:  # no URL at all, with a password in it perhaps
+    except ValueError:  # not a URL, but it may contain a password
         return f"{url.partition(':')[0]}://..."
 
 
 def read(url: str) -> list[Recording]:
-    """Every run in a Redis. Raises `BadInput` when it cannot be read, `MissingDependency` without its client."""
+    """Every run in a Redis. Raises `Unreachable` when it does not answer, `BadInput` when there is none in it,
+    `MissingDependency` without its client."""
     with _opened(url) as store:
         runs = store.runs()
     if not runs:
@@ -65,11 +66,11 @@ def _steps(url: str, run: str, facts: Facts) -> Callable[[], Iterator[Seen]]:
 
 @contextlib.contextmanager
 def _opened(url: str) -> Iterator[RedisStore]:
-    from fp8watch.controller.cluster.redis_link import RedisError
+    from fp8watch.controller.cluster.redis_link import RedisError, words_of
     from fp8watch.controller.stores.redis import RedisStore
 
     try:
         with contextlib.closing(RedisStore(url)) as store:
             yield store
     except (RedisError, OSError) as error:
-        raise BadInput([f"{without_secrets(url)}:1: redis: {' '.join(str(error).split())}"]) from error
+        raise Unreachable([f"{without_secrets(url)}:1: redis: {' '.join(words_of(error).split())}"]) from error

@@ -1,9 +1,9 @@
-"""CSV with a header: `step,loss[,grad_norm][,lr]`, `nan` and `inf` as text, an empty cell for not logged.
-Semicolons or tabs where the header has no comma.
+"""CSV with a header: `step,loss[,grad_norm][,lr]`, `nan` and `inf` as text, an empty cell for a value not logged.
+Semicolons or tabs separate cells if the header has no comma.
 
-Other columns are passed over. Usual other names are understood (`fp8watch.replay.readers.names`), so an export of
-Weights & Biases, Lightning's `metrics.csv` and the like read as they are. A table that W&B draws for several runs
-(`Step, "run - train/loss", "run - train/loss__MIN", ...`) gives one run for each.
+Other columns are ignored. Common other names are understood (`fp8watch.replay.readers.names`), so exports of Weights &
+Biases, Lightning's `metrics.csv` and the like can be read unchanged. A W&B chart of several runs
+(`Step, "run - train/loss", "run - train/loss__MIN", ...`) gives one recording per run.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fp8watch.replay.readers.without_loss import is_of_evaluation
 from fp8watch.replay.recording import Recording
 
 MAX_NAMES = 32
-"""Columns that are named when none of them is a step or loss."""
+"""Most columns that are named in an error about a missing step or loss."""
 _SEPARATOR = " - "
-"""Between run and metric in the header of a chart's export."""
+"""Separates run and metric in the header of a chart's export."""
 
 
 def read(path: Path) -> Recording:
-    """The run in a CSV file, or the first of its runs. Raises `BadInput` when the header cannot be read."""
+    """The run in a CSV file, or the first of several. Raises `BadInput` if the header cannot be read."""
     return read_all(path)[0]
 
 
 def read_all(path: Path) -> list[Recording]:
-    """The run in a CSV file, or the runs. Raises `BadInput` when the header cannot be read."""
+    """All runs in a CSV file. Raises `BadInput` if the header cannot be read."""
     try:
         header: list[str] = next(_cells(itertools.islice(lines(path), 1)), [])
     except csv.Error as error:
@@ -43,7 +43,7 @@ def read_all(path: Path) -> list[Recording]:
     if "step" in found and "loss" not in found and (runs := _runs(header, found["step"])):
         return [_of_chart(path, header, runs, run) for run in runs]
     notes = [several(f"{path}:1", *item) for item in doubled(header, found)]
-    # Lightning calls every log the same; its folder (version_3) tells them apart.
+    # Lightning gives every log the same name; the folder (version_3) distinguishes them.
     run = path.resolve().parent.name if path.name == "metrics.csv" else path.stem
     return [Recording(run=run or path.stem, source="csv", samples=_samples(path, found, notes), notes=notes)]
 
@@ -58,14 +58,14 @@ def looks_like_rows(head: str) -> bool:
 
 
 def _cells(rows: Iterator[str]) -> Any:
-    """The rows' cells. The first line says what stands between them."""
+    """The cells of the rows; the first line determines the delimiter."""
     head = next(rows, "")
     delimiter = next((mark for mark in "\t;" if mark in head and "," not in head), ",")
     return csv.reader(itertools.chain([head] if head else [], rows), delimiter=delimiter)
 
 
 def _runs(header: list[str], step: int) -> dict[str, dict[str, int]]:
-    """Run -> columns, of a chart's export."""
+    """Run -> columns, in a chart's export."""
     runs: dict[str, dict[str, int]] = {}
     for position, cell in enumerate(header):
         run, separator, metric = cell.strip().rpartition(_SEPARATOR)
@@ -76,21 +76,21 @@ def _runs(header: list[str], step: int) -> dict[str, dict[str, int]]:
 
 
 def _of_chart(path: Path, header: list[str], runs: dict[str, dict[str, int]], run: str) -> Recording:
-    """One run of a chart's export. With several, a row has a cell for each of them, whichever has logged that step."""
+    """One run of a chart's export. With several, a row has a cell for each run, even if only one logged that step."""
     notes = _notes(path, header, runs[run], run)
     why = f"run {shown(run)} ended, logged other steps than the others, or had a NaN there" if len(runs) > 1 else ""
     return Recording(run=run, source="wandb", samples=_samples(path, runs[run], notes, why), notes=notes)
 
 
 def _notes(path: Path, header: list[str], where: dict[str, int], run: str) -> list[str]:
-    """What is said of a run whose chart has several metrics that are one scalar."""
+    """Notes on a run for which the chart has several metrics that mean the same scalar."""
     own = [cell.strip().rpartition(_SEPARATOR) for cell in header]
     metrics = [metric if name == run else "" for name, _, metric in own]
     return [several(f"{path}:1", *item) for item in doubled(metrics, where)]
 
 
 def _samples(path: Path, where: dict[str, int], notes: list[str], why_empty: str = "") -> Iterator[Sample]:
-    rows = _cells(lines(path))  # csv.reader, whose type has no name
+    rows = _cells(lines(path))  # a csv.reader
     joined = Rows(path, notes, "an empty cell", why_empty)
     try:
         header: list[str] = next(rows, [])

@@ -1,8 +1,8 @@
-"""What a folder holds that replay can read: one run's log, or those of the runs below it.
+"""Finds the logs in a folder that replay can read: one run's log, or those of the runs below it.
 
-Trainers nest what they write (`output/checkpoint-500/trainer_state.json`, `lightning_logs/version_0/metrics.csv`,
+Trainers nest their output (`output/checkpoint-500/trainer_state.json`, `lightning_logs/version_0/metrics.csv`,
 `wandb/run-.../files/wandb-history.jsonl`, `runs/<date>/events.out.tfevents...`, `.fp8watch/runs/<run>/store.sqlite`).
-The first log on the way down is that of its folder; what lies below it belongs to the same run.
+The first log on the way down is that of its folder; everything below it belongs to the same run.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fp8watch.errors import BadInput
 STORES = frozenset({".db", ".sqlite", ".sqlite3"})
 RECORDINGS = frozenset({".fp8rec"})
 NAMES = ("trainer_state.json", "metrics.csv", "wandb-history.jsonl", "files/wandb-history.jsonl")
-"""Of logs that are called the same everywhere; event files come after the first of them."""
+"""Fixed names of logs, in order of preference; event files come after the first."""
 LOOSE = frozenset({".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".log", ".txt"})
 MAX_FOLDERS = 20_000
-"""Folders that are looked into."""
+"""Most folders that are searched."""
 _CHECKPOINT = "checkpoint-"
 
 
 def logs(folder: Path) -> list[Path]:
-    """Files, and folders of event files, in the order of their names. Raises `BadInput` when there are none."""
+    """Files, and folders of event files, in order of their names. Raises `BadInput` if there are none."""
     found: list[Path] = []
     count = 0
     for name, below, files in os.walk(folder):
@@ -44,7 +44,7 @@ def logs(folder: Path) -> list[Path]:
 
 
 def _log(folder: Path, files: list[str]) -> Path | None:
-    """The log of a run that lies in this folder."""
+    """The log of a run in this folder itself."""
     if NAMES[0] in files:
         return folder / NAMES[0]
     if any("tfevents" in name for name in files):
@@ -53,7 +53,7 @@ def _log(folder: Path, files: list[str]) -> Path | None:
 
 
 def _newest_checkpoint(folders: list[str]) -> list[str]:
-    """The folders, of Trainer's checkpoints the newest only: each has the whole history up to it."""
+    """The folders, but of Trainer's checkpoints only the newest, because each has the whole history up to it."""
     numbers = {name: int(name.removeprefix(_CHECKPOINT)) for name in folders if _is_checkpoint(name)}
     newest = max(numbers, key=lambda name: numbers[name], default="")
     return [name for name in folders if name not in numbers or name == newest]

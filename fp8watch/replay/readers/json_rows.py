@@ -1,8 +1,8 @@
-"""Rows of JSON: a history of Weights & Biases (`wandb-history.jsonl`, or `scan_history` written down as lines or as one
-list), and any log of one JSON object a line with a step and a loss.
+"""Rows of JSON: a Weights & Biases history (`wandb-history.jsonl`, or `scan_history` saved as lines or one list), and
+any log with one JSON object per line that has a step and a loss.
 
-W&B writes NaN and infinity as text. Rows without a loss, gradient norm or learning rate (evaluations, system
-metrics) are passed over.
+W&B writes NaN and infinity as text. Rows without a loss, gradient norm or learning rate (evaluations, system metrics)
+are ignored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fp8watch.replay.readers.without_loss import is_of_evaluation
 from fp8watch.replay.recording import Recording
 
 LIMIT_BYTES = 1 << 29
-"""Of one list, which cannot be read in parts; lines may go on for ever."""
+"""Largest file with one list, which cannot be read in parts; a file of lines may have any length."""
 
 MAX_NAMES = 32
-"""Keys that are named when none of them is a loss."""
+"""Most keys that are named if none of them is a loss."""
 
 
 def read_lines(path: Path) -> Recording:
-    """The run in a file of one object a line."""
+    """The run in a file with one object per line."""
     return _recording(path, _objects(path))
 
 
@@ -54,7 +54,7 @@ def looks_like_rows(head: str) -> bool:
 
 
 def _name(path: Path) -> str:
-    """W&B calls every file the same; its folder has the run's name."""
+    """The run's name. W&B gives every file the same name; the folder has the run's."""
     if not path.stem.startswith("wandb-history"):
         return path.stem
     folder = path.resolve().parent
@@ -67,7 +67,7 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
             continue
         where = f"{path}:{count}"
         try:
-            yield where, _loads(line)
+            yield where, loads(line)
         except (ValueError, RecursionError) as error:
             raise BadInput([f"{where}: json: {reason(error)}"]) from error
 
@@ -76,7 +76,7 @@ def _items(path: Path) -> Iterator[tuple[str, Any]]:
     if (size := path.stat().st_size) > LIMIT_BYTES:
         raise BadInput([f"{path}:1: json: {size} bytes, more than the {LIMIT_BYTES} that are read at once; use lines"])
     try:
-        rows = _loads(path.read_text(encoding=beginning(path, 4).encoding, errors="replace"))
+        rows = loads(path.read_text(encoding=beginning(path, 4).encoding, errors="replace"))
     except (ValueError, RecursionError) as error:
         raise BadInput([f"{path}:{getattr(error, 'lineno', 1)}: json: {reason(error)}"]) from error
     if not isinstance(rows, list):
@@ -137,15 +137,16 @@ def _row(where: str, row: Any, one_name: OneName) -> tuple[int | None, dict[str,
     return step, scalars
 
 
-def _loads(text: str) -> Any:
+def loads(text: str) -> Any:
+    """The value of a JSON text. Raises `ValueError` or `RecursionError`."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return json.loads(text)  # bare NaN and Infinity, as Python writes them
+        return json.loads(text)  # takes bare NaN and Infinity, which Python writes and the standard does not allow
 
 
 def reason(error: Exception) -> str:
-    """Why a text is no JSON, without what a programmer might do about it."""
+    """Why a text is not JSON, without the library's advice to programmers."""
     if isinstance(error, RecursionError):
         return "nested too deep"
     return str(error).partition(";")[0]

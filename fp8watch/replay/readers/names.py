@@ -1,4 +1,4 @@
-"""What other tools call the scalars that detectors read: Megatron, torchtitan, Transformers, Lightning, NeMo, W&B."""
+"""Other tools' names for the scalars that detectors read: Megatron, torchtitan, Transformers, Lightning, NeMo, W&B."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ALIASES = {
     "reference_loss": ("reference_loss",),
     "loss_scale": ("loss_scale", "loss-scale", "loss scale", "loss-scale/loss-scale"),
 }  # fmt: skip
-"""Our scalar -> names in lower case, the more usual ones first."""
+"""Our scalar -> names in lower case, the more common ones first."""
 TOLD = frozenset({"loss", "grad_norm"})
-"""Scalars of which it is said when a log has them more than once: what is found depends on which one is read."""
+"""Scalars with a note if a log has them more than once, because findings depend on which one is read."""
 NAMES = {name: key for key, names in ALIASES.items() for name in names}
 
 
 def columns_of(header: Iterable[str]) -> dict[str, int]:
-    """Our scalar -> position in a header; the first of its usual names that is there."""
+    """Our scalar -> position in a header, of the first of its known names that is there."""
     lower = [cell.strip().lower() for cell in header]
     found = {key: next((lower.index(name) for name in names if name in lower), -1) for key, names in ALIASES.items()}
     if found["learning_rate"] < 0:
@@ -50,14 +50,14 @@ def columns_of(header: Iterable[str]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def meaning(name: str) -> str | None:
-    """Our scalar for another tool's name; None: it is none that detectors read."""
+    """Our scalar for another tool's name; None: no detector reads it."""
     lower = name.lower()
-    # Lightning calls a rate after its optimizer (`lr-AdamW`, `lr-AdamW/pg1`).
+    # Lightning names a learning rate after its optimizer (`lr-AdamW`, `lr-AdamW/pg1`).
     return NAMES.get(lower) or ("learning_rate" if lower.startswith("lr-") else None)
 
 
 def doubled(header: Iterable[str], found: Mapping[str, int]) -> Iterator[tuple[str, str, list[str]]]:
-    """(our scalar, the column that is read, the others that hold it too) of a header, for those that have several."""
+    """(our scalar, the column that is read, the other columns of it), for each scalar with several columns."""
     cells = [cell.strip() for cell in header]
     for key, position in found.items():
         others = [at for at, cell in enumerate(cells) if at != position and meaning(cell) == key]
@@ -67,8 +67,8 @@ def doubled(header: Iterable[str], found: Mapping[str, int]) -> Iterator[tuple[s
 
 
 class OneName:
-    """Of several names for one scalar in a stream of named values: the first that comes is taken, the others are
-    passed over, and that is said once."""
+    """Chooses among several names for one scalar in a stream of named values: takes the first that comes, and ignores
+    the others with one note each."""
 
     def __init__(self, notes: list[str]) -> None:
         self._notes = notes
@@ -76,11 +76,11 @@ class OneName:
         self._passed: set[str] = set()
 
     def may_be(self, key: str, name: str) -> bool:
-        """Whether this is that name, or could become it: a value that is none decides nothing."""
+        """Whether this is the chosen name, or could become it. Does not choose: a null value decides nothing."""
         return self._taken.get(key, name) == name
 
     def takes(self, key: str, name: str, where: str) -> bool:
-        """Whether this is the name under which the scalar is read; `where`: `file:line` of the value."""
+        """Whether this is the chosen name for the scalar; chooses it if none is. `where`: `file:line` of the value."""
         taken = self._taken.setdefault(key, name)
         if taken != name and name not in self._passed:
             self._passed.add(name)
@@ -90,8 +90,8 @@ class OneName:
 
 
 def several(where: str, key: str, taken: str, others: Iterable[str]) -> str:
-    """The remark on a scalar that a log has under several names."""
-    return f"{where}: {key}: {shown(taken)} is read; passed over: {', '.join(map(shown, others))}"
+    """The note on a scalar that a log has under several names."""
+    return f"{where}: {key}: {shown(taken)} is read; ignored: {', '.join(map(shown, others))}"
 
 
 def number(value: object) -> float:
@@ -105,7 +105,7 @@ def number(value: object) -> float:
 
 
 def whole(value: object) -> int:
-    """A step. Raises `ValueError` for what is no whole number from 0."""
+    """A step. Raises `ValueError` for anything but a whole number from 0."""
     step = number(value)
     if not math.isfinite(step) or step != int(step) or step < 0:
         raise ValueError(f"{_shown(value)} is no whole number from 0")
@@ -120,15 +120,15 @@ def _shown(value: object) -> str:
 
 
 class Rows:
-    """Rows of a log as samples: rows of one step that stand next to each other are one, the last value
-    counts unless an earlier one was not finite.
+    """Makes samples from the rows of a log: consecutive rows of one step are merged, the last value counts unless an
+    earlier one was not finite.
 
-    Lightning and W&B write one row a call, so the loss may stand in one and the learning rate in the next; other
+    Lightning and W&B write one row per call, so the loss may be in one row and the learning rate in the next; other
     loggers write a row twice.
     """
 
     def __init__(self, path: Path, notes: list[str], empty: str = "null", why_empty: str = "") -> None:
-        """`notes`: where remarks go; `empty`: what stands in the place of a loss that is not there."""
+        """`notes`: gets the notes; `empty`, `why_empty`: how and why a missing loss is shown in this log."""
         self._path = path
         self._notes, self._empty, self._why_empty = notes, empty, why_empty
         self._without = WithoutLoss()
@@ -141,8 +141,8 @@ class Rows:
     def row(
         self, step: int, scalars: dict[str, float], where: str, *, is_empty: bool = False, has_scores: bool = False
     ) -> Iterator[Sample]:
-        """The next row, at `file:line`; the sample of the step before, once this row belongs to another. `is_empty` and
-        `has_scores` as in `WithoutLoss`."""
+        """Add the next row, at `where` (`file:line`); yields the previous step's sample if this row begins a new step.
+        `is_empty` and `has_scores` as in `WithoutLoss`."""
         self._has_rows = True
         self._without.row(step, where, has_loss="loss" in scalars, is_empty=is_empty, has_scores=has_scores)
         if not scalars:
@@ -151,7 +151,7 @@ class Rows:
         if step == self._step and self._scalars:
             if self._scalars.keys() & scalars.keys():
                 self._attempts.repeat(step, where)
-            # A number that is none is not taken back by a row that repeats its step.
+            # A row that repeats the step does not replace a NaN or infinity.
             broken = {name: value for name, value in self._scalars.items() if not math.isfinite(value)}
             self._scalars = self._scalars | scalars | broken
             return
@@ -159,13 +159,13 @@ class Rows:
         self._step, self._scalars, self._where = step, scalars, where
 
     def flush(self) -> Iterator[Sample]:
-        """The sample of the newest step."""
+        """The sample of the last step."""
         if self._scalars:
             scalars, self._scalars = self._scalars, {}
             yield self._attempts.sample(self._step, scalars, self._where)
 
     def cut_off(self) -> Iterator[Sample]:
-        """The same where the log cannot be read further."""
+        """The sample of the last step, when the log cannot be read further."""
         yield from self.flush()
         self._say()
 
@@ -175,10 +175,10 @@ class Rows:
             self._notes.append(remark)
 
     def finish(self, names: Iterable[str] = ()) -> Iterator[Sample]:
-        """The same at the end of the log; `names`: what it has, where that is known.
+        """The sample of the last step, at the end of the log. `names`: the names of its values, if known.
 
-        Raises `BadInput` for a log whose rows have no loss, or whose steps mostly do not grow: it would pass for one in
-        which nothing was found.
+        Raises `BadInput` if no row has a loss or steps mostly do not grow: otherwise the log would pass for one without
+        findings.
         """
         yield from self.cut_off()
         if self._has_rows and not self._has_loss:

@@ -1,4 +1,4 @@
-"""Runs that fp8watch itself recorded: a store file, or a folder that holds some (`.fp8watch`, `runs/<run>`)."""
+"""Runs that fp8watch itself recorded, in a store file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_store(path: Path) -> bool:
 
 
 def read(path: Path) -> list[Recording]:
-    """Every run in a store file. Raises `BadInput` for a file that is no store of ours."""
+    """Every run in a store file. Raises `BadInput` if it is not a store of fp8watch."""
     with _opened(path) as store:
         return [_recording(path, run, is_exact=has_journal(store, run.run)) for run in store.runs()]
 
@@ -56,7 +56,7 @@ def _steps(path: Path, run: str, facts: Facts) -> Callable[[], Iterator[Seen]]:
 
 
 def _samples(path: Path, run: RunRecord) -> Iterator[Sample]:
-    """The frames alone, in the order in which they were written (stores without a journal)."""
+    """Samples from the frames alone, in the order in which they were written (for stores without a journal)."""
     with _opened(path) as store:
         layouts = sorted(store.read(run.run, Layout), key=lambda layout: layout.attempt)
         merger = Merger(num_ranks=max(1, run.hello.world_size))

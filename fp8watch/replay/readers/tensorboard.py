@@ -1,8 +1,8 @@
-"""TensorBoard event files, through the `tensorboard` package where it is installed: event by event, not all at once.
+"""TensorBoard event files, read with the `tensorboard` package if it is installed: event by event, not all at once.
 
-Writers give the scalars of a step one after the other, so a step is held until enough later ones have come. A tag
-whose step does not grow means that the run went back; several files in a folder are one run, in the order of their
-names, which begin with the time.
+Writers write the scalars of a step one by one, so a step is held until enough later ones have come. A tag whose step
+does not grow means that the run went back. Several files in a folder are one run, in the order of their names, which
+begin with the time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _samples(path: Path, files: list[Path], loader: Any, one_name: OneName) -> I
             given = -1
         newest[key] = step
         if step <= given:
-            continue  # came too late to be put to its step
+            continue  # too late, its step has been yielded
         held.setdefault(step, {})[key] = value
         places.setdefault(step, where)
         if len(held) > HELD_STEPS:
@@ -74,7 +74,7 @@ def _scalars(files: list[Path], loader: Any) -> Iterator[tuple[str, int, str, fl
     """(`file:number of the event`, step, tag, value)."""
     for file in files:
         try:
-            # The last record of a run that still writes may be cut off; the loader ends there without a word.
+            # The last record of a running training may be cut off; the loader ends there without an error.
             for count, event in enumerate(loader.LegacyEventFileLoader(str(file)).Load(), start=1):
                 for value in event.summary.value:
                     number = _number(value)
@@ -82,7 +82,7 @@ def _scalars(files: list[Path], loader: Any) -> Iterator[tuple[str, int, str, fl
                         yield f"{file}:{count}", int(event.step), str(value.tag), number
         except BadInput:
             raise
-        except Exception as error:  # whatever the package raises over a damaged file, protobuf errors included
+        except Exception as error:  # whatever the package raises for a damaged file, protobuf errors included
             raise BadInput([f"{file}:1: events: {type(error).__name__}: {error}"]) from error
 
 

@@ -1,10 +1,10 @@
-"""Text logs of Megatron-LM, torchtitan and NeMo: one line a logged step among many others.
+"""Text logs of Megatron-LM, torchtitan and NeMo: one line per logged step, among many others.
 
 Megatron:   ` iteration  10/ 500 | ... | learning rate: 1.5E-04 | lm loss: 1.034E+01 | ... | grad norm: 2.3 |`
 torchtitan: `... step: 10  loss:  7.8012  grad_norm:  1.2345  memory: ...` (colour codes are taken off)
 NeMo:       `Training epoch 0, iteration 9/99 | lr: 1.4e-05 | global_step: 9 | reduced_train_loss: 10.9 | ...`, and the
             progress bar of earlier versions: `Epoch 0: 9% ... reduced_train_loss=10.90, global_step=9.000, ...]`
-Lines that are none of these are passed over; a line that is one but whose number does not parse is a bad row.
+Other lines are ignored; a line of this form with a number that does not parse is a bad row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEMO_STEP = re.compile(
 _VALUE = r"([^\s|]+)"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 MAX_DIGITS = 18
-"""Of a step."""
+"""Most digits of a step."""
 MEGATRON_FIELDS = {
     "loss": re.compile(r"\|\s*(?:lm loss|loss)\s*:\s*" + _VALUE),
     "grad_norm": re.compile(r"\|\s*grad norm\s*:\s*" + _VALUE),
@@ -48,16 +48,16 @@ NEMO_FIELDS = {
     "learning_rate": re.compile(r"\blr[:=]\s*" + _VALUE),
 }
 WHY_NONE = {"megatron": "Megatron prints none when every iteration since the last line was skipped, or was NaN"}
-"""Why a line of a log may have no loss (Megatron-LM `training_log`: a mean that is not above 0 is left out)."""
+"""Why a line may have no loss (Megatron-LM `training_log` leaves out a mean that is not above 0)."""
 _FORMATS = {
-    "nemo": (_NEMO_STEP, NEMO_FIELDS),  # before Megatron's: it speaks of iterations too
+    "nemo": (_NEMO_STEP, NEMO_FIELDS),  # before Megatron, because its lines name iterations too
     "megatron": (_MEGATRON_STEP, MEGATRON_FIELDS),
     "torchtitan": (_TITAN_STEP, TITAN_FIELDS),
 }
 
 
 def recognise(text: str) -> str | None:
-    """`megatron`, `torchtitan` or `nemo` when a line of this text is of that kind."""
+    """`megatron`, `torchtitan` or `nemo` if the text has a line of that kind, else None."""
     plain = _COLOUR.sub("", text)
     return next((kind for kind, (step_of, _) in _FORMATS.items() if step_of.search(plain)), None)
 

@@ -6,29 +6,26 @@ earlier ones (`logging_nan_inf_filter`): such a series may look clean when the r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from fp8watch.detect.base import Sample
 from fp8watch.errors import BadInput
 from fp8watch.replay.lines import beginning
-from fp8watch.replay.readers.json_rows import reason
+from fp8watch.replay.readers.json_rows import loads, reason
 from fp8watch.replay.readers.names import Rows, number, whole
 from fp8watch.replay.recording import Recording
 
 LIMIT_BYTES = 1 << 29
-"""A history of some millions of entries; JSON cannot be read in parts."""
+"""Largest file: a history of some millions of entries. JSON cannot be read in parts."""
 MAX_NAMES = 32
-"""Keys of entries that are named when none has a loss."""
+"""Most keys that are named if no entry has a loss."""
 KEYS = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}
 
 
 def read(path: Path) -> Recording:
-    """The run in a trainer_state.json; named after its folder, or the one that its checkpoints lie in."""
+    """The run in a trainer_state.json, named after its folder, or the folder of its checkpoints."""
     folder = path.resolve().parent
     if folder.name.startswith("checkpoint-"):
         folder = folder.parent
@@ -42,8 +39,7 @@ def _samples(path: Path, notes: list[str]) -> Iterator[Sample]:
         raise BadInput([f"{path}:1: json: {size} bytes, more than the {LIMIT_BYTES} that are read at once"])
     text = path.read_text(encoding=beginning(path, 4).encoding, errors="replace")
     try:
-        # Python's json writes NaN and Infinity bare, which the JSON standard (and msgspec) does not know.
-        state = _loads(text)
+        state = loads(text)
     except (ValueError, RecursionError) as error:
         raise BadInput([f"{path}:{_line(error)}: json: {reason(error)}"]) from error
     history = state.get("log_history") if isinstance(state, dict) else None
@@ -81,13 +77,6 @@ def _row(path: Path, count: int, entry: dict[str, Any]) -> tuple[int, dict[str, 
     if problems:
         raise BadInput(problems)
     return step, scalars
-
-
-def _loads(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return json.loads(text)
 
 
 def _line(error: Exception) -> int:

@@ -1,9 +1,9 @@
-"""Steps of a log that have a place for the loss and nothing in it: `"loss": null`, an empty cell, a line without one.
+"""Steps of a log with an empty loss: `"loss": null`, an empty cell, a line without one.
 
-Writers that know no NaN (JSON in most languages, pandas' `to_csv`) put null or nothing in its place. It cannot be told
-from a value that was not logged, so nothing is found in such a step; that there are such steps is said.
+Writers without NaN (JSON in most languages, pandas' `to_csv`) write null or nothing instead. That looks like a value
+that was not logged, so nothing is found in such a step, but a note says how many there are.
 
-A row of an evaluation has no training loss by right, where a log gives evaluations rows of their own.
+A row of an evaluation rightly has no training loss, in a log that gives evaluations rows of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def is_of_evaluation(name: str) -> bool:
 
 
 class WithoutLoss:
-    """Counts them, row by row."""
+    """Counts steps with an empty loss, row by row."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -27,15 +27,15 @@ class WithoutLoss:
         self._where = ""
         """First row of the step whose loss is empty."""
         self._is_evaluation = False
-        """All such rows of the step are of evaluations."""
+        """Whether all such rows of the step are of evaluations."""
         self._count = self._of_evaluations = 0
         self._first = self._first_of_evaluations = ""
         self._is_loss_beside_scores = False
-        """Some row has both a loss and scores: this log gives evaluations no rows of their own."""
+        """Whether some row has both a loss and scores: then evaluations have no rows of their own in this log."""
 
     def row(self, step: int, where: str, *, has_loss: bool, is_empty: bool, has_scores: bool = False) -> None:
-        """The next row, at `file:line`. `is_empty`: it has a place for the loss, and nothing is in it; `has_scores`:
-        an evaluation's."""
+        """Add the next row, at `where` (`file:line`). `is_empty`: its loss is empty; `has_scores`: it has scores of an
+        evaluation."""
         if step != self._step:
             self._settle()
             self._step, self._has_loss, self._where, self._is_evaluation = step, False, "", True
@@ -56,7 +56,7 @@ class WithoutLoss:
             self._first = self._first or self._where
 
     def remark(self, how: str, why: str = "") -> str | None:
-        """What is to be said at the end of the log; None: nothing. `how`: what stands there, `why`: what it may be."""
+        """The note at the end of the log, if any. `how`: what the log has in place of the loss; `why`: the reason."""
         self._settle()
         self._where = ""
         count, first = self._count, self._first
@@ -65,5 +65,5 @@ class WithoutLoss:
         if not count:
             return None
         steps = "1 step has" if count == 1 else f"{count} steps have"
-        reason = why or "a NaN may have been written so, which cannot be told"
+        reason = why or "a NaN may have been written like this, which cannot be told"
         return f"{first}: loss: {steps} no loss ({how}){', the first here' if count > 1 else ''}: {reason}"

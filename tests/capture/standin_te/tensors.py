@@ -1,4 +1,4 @@
-"""Quantized tensors: the attributes of TE's storages, and the arithmetic of its recipes."""
+"""Quantized tensors with the attributes of TE's storages and the arithmetic of its recipes."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def quantize(x: torch.Tensor, fmt: str = "kFloat8E4M3", block: int | None = None
     to a multiple of 4 with what happens to lie there."""
     fp8_max = MAX[fmt]
     if block is None:
-        amax = torch.nan_to_num(x.abs(), nan=0.0, posinf=torch.inf).max()
+        amax = torch.nan_to_num(x.abs(), nan=0.0, posinf=torch.inf).max() if x.numel() else torch.zeros(())
         scale = scale_of(amax, fp8_max)
         data = (x * scale).clamp(-fp8_max, fp8_max).to(DTYPE[fmt])
         return Float8TensorStorage(data, scale.reciprocal().reshape(1), DType[fmt])
-    rows = x.reshape(x.shape[0], -1, block)
+    rows = x.reshape(x.shape[0], x.shape[1] // block, block)
     scale = scale_of(rows.abs().amax(-1), fp8_max)
     data = (rows * scale.unsqueeze(-1)).clamp(-fp8_max, fp8_max).to(DTYPE[fmt]).view(x.shape)
     inverse = torch.nn.functional.pad(scale.reciprocal().t(), (0, -len(x) % 4), value=1e9).contiguous()
@@ -98,4 +98,5 @@ def dequantize(x: object) -> torch.Tensor:
         return x._data.float() * x._scale_inv
     rows = x._rowwise_data.float()
     inverse = x._rowwise_scale_inv[:, : len(rows)].t()
-    return (rows.view(len(rows), inverse.shape[1], -1) * inverse.unsqueeze(-1)).view(rows.shape)
+    blocks = rows.view(len(rows), inverse.shape[1], rows.shape[1] // inverse.shape[1])
+    return (blocks * inverse.unsqueeze(-1)).view(rows.shape)

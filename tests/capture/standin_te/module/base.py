@@ -18,3 +18,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if self.fp8:
             self.fp8_meta = {"recipe": SimpleNamespace(), "scaling_fwd": object(), "scaling_bwd": object()}
         return inp
+
+    def end_forward(self) -> None:
+        """Of no consequence here."""

@@ -35,4 +35,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.fc2_weight = torch.nn.Parameter(torch.randn(n, m) / m**0.5)
 
     def forward(self, inp):
-        return _Mlp.apply(self.prepare_forward(inp, num_gemms=2), self.fc1_weight, self.fc2_weight, self)
+        output = _Mlp.apply(self.prepare_forward(inp, num_gemms=2), self.fc1_weight, self.fc2_weight, self)
+        self.end_forward()
+        return output

@@ -33,4 +33,6 @@ class Linear(TransformerEngineBaseModule):
         self.weight = torch.nn.Parameter(torch.randn(m, n) / n**0.5)
 
     def forward(self, inp):
-        return _Linear.apply(self.prepare_forward(inp), self.weight, self)
+        output = _Linear.apply(self.prepare_forward(inp), self.weight, self)
+        self.end_forward()
+        return output
