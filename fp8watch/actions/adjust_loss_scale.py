@@ -1,8 +1,10 @@
-"""`adjust_loss_scale`: the scaler's factor between loss and gradients."""
+"""`adjust_loss_scale`: change the loss scale of the gradient scaler."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
@@ -11,7 +13,7 @@ from fp8watch.errors import ActionError
 
 
 class AdjustLossScale:
-    """Scale times `factor`, or set to `value`."""
+    """Multiplies the loss scale by `factor`, or sets it to `value`."""
 
     name = "adjust_loss_scale"
 
@@ -41,14 +43,23 @@ class AdjustLossScale:
         return Applied(step=step, params=params, before={"loss_scale": before}, expected={"loss_scale": scale})
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """The scaler's value. Its own growth or back-off later on is not ours to judge: asked right away."""
+        """Whether the scaler has the new value. Asked right away, before the scaler's own growth or back-off."""
+        return self._compare(applied.expected["loss_scale"])
+
+    def _compare(self, wanted: float) -> ReadBack:
         scale = float(self._scaler().get_scale())
-        is_set = abs(scale - applied.expected["loss_scale"]) <= 1e-6 * scale
-        return ReadBack(ok=is_set, observed={"loss_scale": scale}, detail="" if is_set else "the scaler has another")
+        is_set = abs(scale - wanted) <= 1e-6 * scale
+        return ReadBack(
+            ok=is_set, observed={"loss_scale": scale}, detail="" if is_set else "the scaler has another value"
+        )
 
     def revert(self, applied: Applied) -> None:
-        """Back to the value before."""
+        """Restore the previous value."""
         self._set(self._scaler(), applied.before["loss_scale"])
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether the scaler has the previous value. Asked right away, as `read_back`."""
+        return self._compare(applied.before["loss_scale"])
 
     def _scaler(self) -> Any:
         if reason := self.unavailable():
@@ -57,8 +68,9 @@ class AdjustLossScale:
 
     @staticmethod
     def _set(scaler: Any, scale: float) -> None:
-        try:
-            scaler.update(scale)
-        except AssertionError as error:
-            # Before the first scaled loss the scaler has no tensor to fill.
-            raise ActionError(f"the scaler has not been used yet: {error}") from error
+        # Not `scaler.update(scale)`: that forgets which optimizers have been stepped, and where the loop calls
+        # `watch.step` between `scaler.step` and `scaler.update`, its own update would raise.
+        held = getattr(scaler, "_scale", None)
+        if not isinstance(held, torch.Tensor):
+            raise ActionError("the scaler has not been used yet: it has no scale to change")
+        held.fill_(scale)

@@ -1,8 +1,8 @@
 """The three verbs of every action: apply, read back, revert.
 
 Success is never assumed: `read_back` looks at the effective value (the LR that the optimizer used, the limit
-the clip applied, the precision a module ran in), because FP8 libraries have many settings that are silently
-ignored. All three run on the training thread at a step boundary.
+the clip applied, the precision a module ran in), because FP8 libraries silently ignore many settings. All three run
+on the training thread at a step boundary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack:
-    """What was found in force after an action. `ok` None: not visible yet, ask at the next boundary."""
+    """The effective value found after an action. `ok` is None while it is not visible: ask at the next boundary."""
 
     ok: bool | None
     observed: dict[str, Any] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class ReadBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What an action did, enough to read it back and to undo it."""
+    """What an action did: enough to read it back and to undo it."""
 
     step: int
     params: dict[str, Any]
@@ -37,13 +37,16 @@ class Action(Protocol):
     name: str
 
     def unavailable(self) -> str | None:
-        """Why it cannot be done in this run, asked at attach; None: it can."""
+        """Why the action cannot be done in this run, or None if it can. Asked at attach."""
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
-        """Do it. Raises `ActionError` with nothing changed."""
+        """Do it. Raises `ActionError`, and then nothing has been changed."""
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether it is in force."""
+        """Whether the change is in force."""
 
     def revert(self, applied: Applied) -> None:
-        """Undo it. Raises `ActionError` for what cannot be undone."""
+        """Undo it. Raises `ActionError` if it cannot be undone."""
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether it is no longer in force. Asked from the boundary of the revert on, as `read_back`."""

@@ -1,4 +1,4 @@
-"""`bf16_all`: every FP8 module runs in BF16."""
+"""`bf16_all`: run every FP8 module in BF16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bf16_layers`: named modules run in BF16."""
+"""`bf16_layers`: run the named modules in BF16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8watch.actions.precision import HighPrecision
 
 
 class Bf16Layers(HighPrecision):
-    """Parameter: `layers`, qualified module names."""
+    """Parameter: `layers`, a list of qualified module names."""
 
     name = "bf16_layers"
 

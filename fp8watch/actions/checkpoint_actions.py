@@ -1,7 +1,10 @@
-"""`checkpoint_now` and `checkpoint_cadence`: more checkpoints while the risk is up."""
+"""`checkpoint_now` and `checkpoint_cadence`: more checkpoints while the risk is high."""
 
 from __future__ import annotations
 
+import itertools
+import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,14 @@ from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
 from fp8watch.checkpoints import manifest
+from fp8watch.checkpoints.aside import later
 from fp8watch.checkpoints.files import verify
 from fp8watch.checkpoints.manager import CheckpointManager
+from fp8watch.checkpoints.manifest import FileEntry
 from fp8watch.errors import ActionError, CheckpointError
 
-NONE_GIVEN = "attach got no checkpoints="
+PATIENCE = 60
+NO_CHECKPOINTS = "attach got no checkpoints="
 
 
 class _CheckpointAction:
@@ -22,20 +28,31 @@ class _CheckpointAction:
 
     def unavailable(self) -> str | None:
         """See `Action`."""
-        return NONE_GIVEN if self._context.checkpoints is None else None
+        return NO_CHECKPOINTS if self._context.checkpoints is None else None
 
     def _manager(self) -> CheckpointManager:
         if self._context.checkpoints is None:
-            raise ActionError(NONE_GIVEN)
+            raise ActionError(NO_CHECKPOINTS)
         return self._context.checkpoints
 
 
 class CheckpointNow(_CheckpointAction):
-    """Save the present state."""
+    """Saves the current state."""
 
     name = "checkpoint_now"
-    patience = 60
-    """Boundaries at which it may still be pending; other actions show after a few."""
+
+    def __init__(self, context: ActionContext) -> None:
+        super().__init__(context)
+        self._checks: dict[str, Future[CheckpointError | None]] = {}
+        """Checkpoints whose files are being compared with their sums, or were: what is wrong with each."""
+
+    @property
+    def patience(self) -> int:
+        """Number of boundaries for which its read-back may stay pending; other actions show after a few. Saving and
+        the comparison of the files end by themselves, however many steps are made meanwhile."""
+        manager = self._context.checkpoints
+        is_busy = any(not check.done() for check in self._checks.values()) or bool(manager and manager.pending)
+        return sys.maxsize if is_busy else PATIENCE
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`. Raises `CheckpointError` when the save fails."""
@@ -43,9 +60,10 @@ class CheckpointNow(_CheckpointAction):
         return Applied(step=step, params=params, expected={"checkpoint": record.checkpoint, "path": record.path})
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """The files on disk are those of the manifest, and the manifest is of this step.
+        """Whether the files on disk are those of the manifest, and the manifest is of this step.
 
-        Each rank looks at what every rank needs; it takes until all ranks' parts are durable.
+        Pending until all ranks' parts are durable, then until this rank has checked its share of the files, on a thread
+        of its own.
         """
         folder = Path(applied.expected["path"])
         manager = self._manager()
@@ -54,37 +72,82 @@ class CheckpointNow(_CheckpointAction):
             return ReadBack(ok=None, detail="not all of it is durable yet")
         try:
             found = manifest.read(folder)
-            verify(folder, found.files)
+            problem = self._problem_of(folder, manifest.share_of(found, manager.rank))
         except CheckpointError as error:
             return ReadBack(ok=False, detail=str(error))
+        if isinstance(problem, CheckpointError):
+            return ReadBack(ok=False, detail=str(problem))
+        if problem is not None:
+            return ReadBack(ok=None, detail=problem)
         observed = {"checkpoint": found.checkpoint, "step": found.step}
         return ReadBack(ok=found.step == applied.step, observed=observed)
 
+    def _problem_of(self, folder: Path, files: dict[str, FileEntry]) -> CheckpointError | str | None:
+        """What is wrong with the files; a text: they are being checked."""
+        check = self._checks.get(folder.name)
+        if check is None:
+            check = self._checks[folder.name] = later(lambda: _compare(folder, files))
+        if not check.done():
+            return "its files are being checked"
+        return self._checks.pop(folder.name).result()
+
     def revert(self, applied: Applied) -> None:
-        """Withdraw it while it is being saved, because another rank could not. One that is complete does no harm."""
+        """Cancel a save in progress, because another rank failed. A complete checkpoint does no harm and stays."""
         self._manager().withdraw(applied.expected["checkpoint"])
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether it is no longer being saved."""
+        is_gone = applied.expected["checkpoint"] not in self._manager().pending
+        return ReadBack(ok=is_gone, detail="" if is_gone else "it is still being saved")
+
+
+def _compare(folder: Path, files: dict[str, FileEntry]) -> CheckpointError | None:
+    try:
+        verify(folder, files, max_threads=1)  # the cores are training's
+    except CheckpointError as error:
+        return error
+    return None
 
 
 class CheckpointCadence(_CheckpointAction):
-    """Save every `every` steps until it is reverted."""
+    """Saves every `every` steps until reverted. Of several in force the latest applies."""
 
     name = "checkpoint_cadence"
+
+    def __init__(self, context: ActionContext) -> None:
+        super().__init__(context)
+        self._in_force: dict[int, int] = {}
+        """Number of an action -> its cadence, in the order in which they were applied."""
+        self._numbers = itertools.count(1)
+        self._users_own: int | None = None
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`."""
         every = read.whole(params, "every", at_least=1)
         manager = self._manager()
         before = manager.every
+        if not self._in_force:
+            self._users_own = before
+        number = next(self._numbers)
+        self._in_force[number] = every
         manager.set_every(every)
-        return Applied(step=step, params=params, before={"every": before}, expected={"every": every})
+        return Applied(step=step, params=params, before={"every": before}, expected={"every": every, "number": number})
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """The cadence in force."""
+        """Whether the cadence is in force."""
         every = self._manager().every
         return ReadBack(ok=every == applied.expected["every"], observed={"every": every})
 
     def revert(self, applied: Applied) -> None:
-        """Back to the cadence before, unless a later action has set another."""
-        manager = self._manager()
-        if manager.every == applied.expected["every"]:
-            manager.set_every(applied.before["every"])
+        """Take this cadence away: the latest of the others applies, or without any the user's own."""
+        if self._in_force.pop(applied.expected["number"], None) is not None:
+            self._manager().set_every(self._remaining())
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether the cadence is the one that remains."""
+        every, wanted = self._manager().every, self._remaining()
+        is_back = every == wanted and applied.expected["number"] not in self._in_force
+        return ReadBack(ok=is_back, observed={"every": every}, detail="" if is_back else f"the cadence is {every}")
+
+    def _remaining(self) -> int | None:
+        return next(reversed(self._in_force.values()), self._users_own)

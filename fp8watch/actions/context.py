@@ -1,7 +1,7 @@
 """What actions act on: the live objects and controls of one training process.
 
-The training side makes one context at attach and hands it to `registry.build_actions`. Actions run on the
-training thread at a step boundary only.
+The training side builds one context at attach and passes it to `registry.build_actions`. Actions run only on the
+training thread, at a step boundary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8watch.checkpoints.parts import DataPosition, TrainingParts
 
 @dataclass(slots=True, kw_only=True)
 class ActionContext:
-    """Everything an action may need; what is None makes the actions that need it unavailable."""
+    """Everything an action may need. An action whose field is None is unavailable."""
 
     parts: TrainingParts
     lr: LrControl
@@ -31,23 +31,23 @@ class ActionContext:
     checkpoints: CheckpointManager | None = None
 
     step: Callable[[], int]
-    """Optimizer updates done in this timeline (`watch.global_step`)."""
+    """Number of optimizer updates in this timeline (`watch.global_step`)."""
     attempt: Callable[[], int]
-    """The attempt now running."""
+    """The current attempt."""
     rewind: Callable[[int], None]
-    """Called after a restore with the step to count on from: sets the step counter, begins a new attempt and
-    forgets what was collected of the step under way."""
+    """Called after a restore with the step to continue from: sets the step counter, starts a new attempt and discards
+    what was collected for the current step."""
     note: Callable[[str], None] = lambda text: None
-    """Says something to the person who trains, once."""
+    """Shows a message to the user, once."""
     forward: Callable[[], torch.Tensor] | None = None
-    """Runs the coming batch forward and returns its loss, without taking the batch (for `recheck`)."""
+    """Runs the next batch forward and returns its loss, without consuming the batch (for `recheck`)."""
 
     halt_reason: str | None = None
     """Set by `halt`: the core raises `Halted` with it at the end of the boundary."""
     elsewhere: tuple[str, ...] = ()
-    """FP8 modules that other ranks hold and this one does not (pipeline stages, experts): nothing to do for them."""
+    """FP8 modules that only other ranks hold (pipeline stages, experts): there is nothing to do for them here."""
     high_precision: dict[str, list[str]] = field(default_factory=dict)
-    """What holds modules in BF16: key of an applied action -> its modules. A rollback leaves them there."""
+    """Modules held in BF16: key of an applied action -> its modules. A rollback does not change them."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -56,12 +56,12 @@ class ActionContext:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Its optimizer."""
+        """The model's optimizer."""
         return self.parts.optimizer
 
     @property
     def lr_scheduler(self) -> Any | None:
-        """The scheduler, as it was given."""
+        """The LR scheduler that was passed to attach."""
         return self.parts.scheduler
 
     @property
@@ -71,7 +71,7 @@ class ActionContext:
 
     @property
     def controls(self) -> Fp8Controls | None:
-        """The FP8 modules' controls."""
+        """The controls of the FP8 modules."""
         return self.parts.controls
 
     @property

@@ -1,4 +1,4 @@
-"""What the first optimizer update after a restore began from."""
+"""Which parameters the first optimizer update after a restore started from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8watch.checkpoints.checksum import parameter_checksum
 
 
 class FirstUpdate:
-    """Takes the parameters' checksum right before the next update, then leaves."""
+    """An optimizer hook that takes the parameters' checksum right before the next update and then removes itself."""
 
     def __init__(self, context: ActionContext) -> None:
         self.checksum: str | None = None
@@ -23,5 +23,5 @@ class FirstUpdate:
         self.remove()
 
     def remove(self) -> None:
-        """Leave no hook behind."""
+        """Remove the hook."""
         self._handle.remove()

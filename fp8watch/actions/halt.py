@@ -27,11 +27,16 @@ class Halt:
         return Applied(step=step, params=params, expected={"reason": reason})
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether the stop is still due."""
-        due = self._context.halt_reason
-        return ReadBack(ok=due == applied.expected["reason"], observed={"reason": due})
+        """Whether the halt is still pending."""
+        pending = self._context.halt_reason
+        return ReadBack(ok=pending == applied.expected["reason"], observed={"reason": pending})
 
     def revert(self, applied: Applied) -> None:
-        """Withdraw it, as long as the boundary has not ended."""
+        """Cancel the halt, as long as the boundary has not ended."""
         if self._context.halt_reason == applied.expected["reason"]:
             self._context.halt_reason = None
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether no halt for this reason is pending."""
+        pending = self._context.halt_reason
+        return ReadBack(ok=pending != applied.expected["reason"], observed={"reason": pending})

@@ -1,4 +1,4 @@
-"""`hold_lr`: a lower LR for a while, by a factor or down to a level."""
+"""`hold_lr`: lower the LR for a while, by a factor or to a ceiling."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from fp8watch.errors import ActionError
 
 
 class HoldLr(LrAction):
-    """LR times `factor`, and at most `to_lr`, for `steps` updates, then back over `restore_steps`.
+    """LR times `factor`, and at most `to_lr`, for `steps` updates, then back to the schedule over `restore_steps`.
 
-    `to_lr` is a level of the largest group's LR, shared out to the groups by their base LRs and compared with the
-    schedule at every step: a scheduler that jumped is brought back to the level before the jump and stays there
-    until it returns to normal, also when a rollback makes it jump again. Without `steps` it holds until reverted.
+    `to_lr` is the ceiling of the parameter group with the largest base LR; other groups get it in proportion to their
+    base LRs. It is compared with the schedule at every step: after a jump of the scheduler the LR is held at the level
+    before the jump until the schedule returns to it, even if a rollback makes it jump again. Without `steps` it holds
+    until reverted.
     """
 
     name = "hold_lr"
@@ -40,12 +41,16 @@ class HoldLr(LrAction):
             ceilings=ceilings,
             restore_steps=read.whole(given, "restore_steps", 0),
         )
-        return self._stand(step, params, rule, replaces=False, **expected)
+        return self._add_rule(step, params, rule, replaces=False, **expected)
 
     def revert(self, applied: Applied) -> None:
-        """Let go: over `restore_steps` where they were given, else at once."""
+        """Release the LR: over `restore_steps` if given, else at once."""
         rule = self._control.rules.get(applied.expected["rule"])
         if isinstance(rule, Hold) and rule.restore_steps:
             rule.release(self._control.updates)
         else:
             super().revert(applied)
+
+    def _is_in_force(self, key: str) -> bool:
+        rule = self._control.rules.get(key)
+        return rule is not None and not (isinstance(rule, Hold) and rule.is_released)

@@ -1,7 +1,7 @@
-"""What ranks settle between them before an action overwrites anything that cannot be taken back.
+"""How ranks agree on a target before an action overwrites anything that cannot be restored.
 
-They go through it in the same order, each question being asked on all of them: whether this rank can act at all, then
-target by target whether it is sound here. The answers' minimum decides.
+All ranks ask the same questions in the same order: first whether this rank can act at all, then for one target after
+another whether it is intact on this rank. The lowest answer decides.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class Answer(IntEnum):
-    """One rank's answer. The order matters: ranks take the lowest."""
+    """One rank's answer. The order matters: the lowest of all ranks' answers counts."""
 
     CANNOT = 0
-    """Not here, whatever the target: the action is called off."""
+    """Not on this rank, whatever the target: the action is cancelled."""
     DAMAGED = 1
-    """Not this target: the next one."""
+    """Not this target: try the next one."""
     YES = 2
 
 
 Ask = Callable[[Answer, str], Answer]
-"""(this rank's answer, what it is about) -> the lowest of all ranks'; `CANNOT` when they speak of different things."""
+"""(this rank's answer, its subject) -> the lowest answer of all ranks; `CANNOT` when their subjects differ."""
 
 
 @runtime_checkable
 class Choosing(Protocol):
-    """An action with a target that all ranks have to be able to use."""
+    """An action with a target that all ranks must be able to use."""
 
     def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
-        """Settle the target and read it; `apply` comes next. Raises `ActionError` or `CheckpointError` on all ranks
-        when there is none. Asks the same number of questions on all of them, also where it fails."""
+        """Agree on the target and load it; `apply` is called next. Raises `ActionError` or `CheckpointError` on all
+        ranks when there is no target. Asks the same number of questions on every rank, also where it fails."""
 
     def drop_choice(self) -> None:
-        """Forget what `choose` has read; nothing is applied."""
+        """Discard what `choose` has loaded; nothing is applied."""

@@ -1,8 +1,8 @@
-"""`lengthen_warmup`: while the schedule still warms up, walk it more slowly.
+"""`lengthen_warmup`: while the schedule is still warming up, follow it more slowly.
 
-A schedule that may be asked for the LRs of other steps is walked by its formula, and the end of its warm-up is known
-from the beginning on. Of any other what was seen is enough, for the slow walk never comes to where the schedule has
-not been.
+A schedule that can be evaluated at other steps (`fp8watch.actions.lr_curve`) tells the end of its warm-up from the
+start. For any other, the LRs seen so far are enough (`fp8watch.actions.lr_seen`): the slower walk never reaches a
+position that the schedule has not passed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8watch.actions.lr_seen import SeenCurve, SeenStretch
 from fp8watch.errors import ActionError
 
 MAX_STEPS = 1_000_000
-"""Longest stretched warm-up: one factor a step and group is held."""
+"""Longest stretched warm-up: one factor per step and group is kept in memory."""
 
 
 class LengthenWarmup(LrAction):
@@ -36,16 +36,16 @@ class LengthenWarmup(LrAction):
 
     @property
     def warmup_steps(self) -> int | None:
-        """Position at which the schedule's warm-up ends, None where that is not known."""
+        """Position at which the schedule's warm-up ends; None while unknown."""
         return self._curve.warmup_steps if self._seen is None else self._seen.warmup_steps
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the LR is seen to rise from the beginning on, of a schedule whose warm-up ends nobody knows where."""
+        """Whether the LR has risen at every step so far, for a schedule whose end of warm-up cannot be known."""
         return self._seen is not None and self._seen.is_rising
 
     def unavailable(self) -> str | None:
-        """No scheduler, one that cannot be evaluated, no warm-up, or one that is over."""
+        """See `Action`. No scheduler, one that cannot be evaluated, no warm-up, or one that is over."""
         if self._seen is not None:
             why = super().unavailable() or self._seen.why_not()
             return why if why is None or self._seen.warmup_steps else f"{self._curve.unavailable}; {why}"
@@ -70,9 +70,9 @@ class LengthenWarmup(LrAction):
         assert start is not None
         if self._seen is not None:
             rule = SeenStretch(self._seen, start=start, stretch=stretch)
-            return self._stand(step, params, rule, replaces=True, start=start)
+            return self._add_rule(step, params, rule, replaces=True, start=start)
         factors = self._factors(start, stretch)
-        return self._stand(
+        return self._add_rule(
             step,
             params,
             Stretch(start=start, factors=factors),
@@ -86,7 +86,7 @@ class LengthenWarmup(LrAction):
         assert end is not None
         last = int((end - start) * stretch) + 1
         if last > MAX_STEPS:
-            raise ActionError(f"the warm-up would take {last} more steps, at most {MAX_STEPS} are held")
+            raise ActionError(f"the warm-up would take {last} more steps; the limit is {MAX_STEPS}")
         factors: list[tuple[float, ...]] = []
         for ahead in range(last):
             slow, fast = self._curve.between(start + ahead / stretch), self._curve.at(start + ahead)
@@ -96,9 +96,9 @@ class LengthenWarmup(LrAction):
         return tuple(factors)
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """As for every LR action, but the first step at t0 has factor 1 and shows nothing."""
+        """As for every LR action, but the first step, at t0, has factor 1 and shows nothing."""
         position = self._control.last_position
         has_updated = self._control.updates > applied.expected["after_update"]
         if has_updated and (position is None or position <= applied.expected["start"]):
-            return ReadBack(ok=None, detail=f"the schedule stands at {position}, nothing differs there yet")
+            return ReadBack(ok=None, detail=f"the schedule is at position {position}, where nothing differs yet")
         return super().read_back(applied)

@@ -1,4 +1,4 @@
-"""What the three LR actions share: one rule in `LrControl`, read back from the optimizer's last step."""
+"""What the three LR actions share: each adds one rule to `LrControl` and reads it back from the last optimizer step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LrAction:
         """See `Action`."""
         return self._control.unavailable()
 
-    def _stand(self, step: int, params: dict[str, Any], rule: LrRule, *, replaces: bool, **expected: Any) -> Applied:
+    def _add_rule(self, step: int, params: dict[str, Any], rule: LrRule, *, replaces: bool, **expected: Any) -> Applied:
         if reason := self._control.unavailable():
             raise ActionError(reason)
         if replaces:
@@ -44,10 +44,10 @@ class LrAction:
         )
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether the optimizer's last step used the LR that the rules ask for."""
+        """Whether the last optimizer step used the LR that the rules demand."""
         control = self._control
         if applied.expected["rule"] not in control.rules:
-            return ReadBack(ok=False, detail="the rule does not stand any more")
+            return ReadBack(ok=False, detail="the LR rule is no longer in force")
         if control.updates <= applied.expected["after_update"] or not control.scheduled:
             return ReadBack(ok=None, detail="no optimizer step has been seen since")
         scheduled = [float(lr) for lr in control.scheduled]
@@ -69,5 +69,14 @@ class LrAction:
         return ReadBack(ok=True, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """Take the rule away; a rule that has ended or was replaced is gone already."""
+        """Remove the rule; one that has ended or was replaced is gone already."""
         self._control.remove(applied.expected["rule"])
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether the rule is gone, or is being released."""
+        is_gone = not self._is_in_force(applied.expected["rule"])
+        observed = {"learning_rate": max(self._control.scheduled_lr())}
+        return ReadBack(ok=is_gone, observed=observed, detail="" if is_gone else "the LR rule is still in force")
+
+    def _is_in_force(self, key: str) -> bool:
+        return key in self._control.rules

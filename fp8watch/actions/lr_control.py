@@ -1,7 +1,7 @@
-"""The LR factor: put into the parameter groups around `optimizer.step`, the same objects put back afterwards.
+"""The LR rules in force: applied to the parameter groups around `optimizer.step`, the original LRs restored after it.
 
-Between steps the groups hold what the user's scheduler put there, so checkpoints and schedulers never see the
-factor. The core calls `enter` right before the real `optimizer.step` and `leave` in a `finally`.
+Between steps the groups hold the same objects that the user's scheduler put there, so checkpoints and schedulers never
+see the change. The core calls `enter` right before the real `optimizer.step` and `leave` in a `finally`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fp8watch.actions.lr_seen import SeenCurve
 
 
 class LrControl:
-    """Standing LR rules of one optimizer."""
+    """The LR rules of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any | None = None) -> None:
         self._optimizer = optimizer
@@ -28,87 +28,93 @@ class LrControl:
         self._is_disturbed = False
         self._position: int | None = None
         self.seen: SeenCurve | None = None
-        """Told at each update what the schedule has set, where that has to be learnt."""
+        """Learns at each update what the schedule has set, for a schedule that cannot be evaluated; else None."""
 
     def unavailable(self) -> str | None:
-        """Why the LR cannot be changed; None: it can."""
+        """Why the LR cannot be changed, or None if it can."""
         step = self._optimizer.step
         is_compiled = hasattr(step, "_torchdynamo_orig_callable") or hasattr(step, "get_compiler_config")
         if is_compiled and not all(isinstance(g["lr"], torch.Tensor) for g in self._optimizer.param_groups):
-            return "optimizer.step is compiled with a float LR, which is a constant there; give the LR as a tensor"
+            return "optimizer.step is compiled with a float LR, which makes it a constant; give the LR as a tensor"
         if any("lr" not in group for group in self._optimizer.param_groups):
             return "the optimizer's parameter groups have no lr"
+        if any(group["lr"] is None for group in self._optimizer.param_groups):
+            return "the optimizer chooses its LR itself (lr=None)"
         return None
 
     @property
     def updates(self) -> int:
-        """Optimizer updates made under this control, replayed ones included."""
+        """Number of optimizer updates since this control was made, replayed ones included."""
         return self._updates
 
     @property
     def position(self) -> int | None:
-        """The scheduler's position (`last_epoch`), None where there is none."""
+        """The scheduler's position (`last_epoch`), or None without one."""
         position = getattr(self._scheduler, "last_epoch", None)
         return position if isinstance(position, int) else None
 
     @property
     def rules(self) -> dict[str, LrRule]:
-        """The standing rules by key, in the order in which they apply."""
+        """The rules in force by key, in the order in which they apply."""
         return dict(self._rules)
 
     def add(self, key: str, rule: LrRule) -> None:
-        """Let a rule stand from the next update on; the same key replaces."""
+        """Apply a rule from the next update on. Replaces a rule with the same key."""
         self._rules[key] = rule
 
     def remove(self, key: str) -> LrRule | None:
-        """End a rule; what it was."""
+        """Remove and return a rule."""
         return self._rules.pop(key, None)
 
     def group_weights(self) -> list[float]:
-        """Each group's base LR over the largest: how an LR level is shared out. Reads tensors: not for each step."""
+        """Each group's base LR divided by the largest: how an LR ceiling is shared among the groups.
+
+        Reads tensors: not for every step."""
         base = [float(group.get("initial_lr", group["lr"])) for group in self._optimizer.param_groups]
         largest = max(base)
         return [value / largest if largest > 0 else 1.0 for value in base]
 
     def scheduled_lr(self) -> list[float]:
-        """What the groups hold now, by group. Reads tensors: not for each step."""
+        """The LR that each group holds now. Reads tensors: not for every step."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     # Around optimizer.step
 
     def enter(self) -> None:
-        """Put the effective LRs into the parameter groups. Touches nothing where no rule changes anything."""
+        """Put the effective LRs into the parameter groups. A group that no rule changes is not touched."""
         if self._put:
             self.leave()
-        self._scheduled = []
         position = self._position = self.position
+        originals: list[Lr] = [group["lr"] for group in self._optimizer.param_groups]
         if self.seen is not None:
-            self.seen.note(position, [group["lr"] for group in self._optimizer.param_groups])
-        for index, group in enumerate(self._optimizer.param_groups):
-            original: Lr = group["lr"]
+            self.seen.note(position, originals)
+        self._scheduled = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in originals]
+        written: set[int] = set()
+        for index, (group, original) in enumerate(zip(self._optimizer.param_groups, originals, strict=True)):
+            if id(original) in written:  # one LR tensor given for all groups is the same object in each of them
+                continue
             lr = original
             for rule in self._rules.values():
                 lr = rule.transform(lr, group=index, update=self._updates, position=position)
-            saved: Lr = original.clone() if isinstance(original, torch.Tensor) else original
-            self._scheduled.append(saved)
             if lr is original:
                 continue
             if isinstance(original, torch.Tensor):
                 original.copy_(lr)  # type: ignore[arg-type]
-                self._put.append((group, original, saved))
+                written.add(id(original))
+                self._put.append((group, original, self._scheduled[index]))
             elif lr != original:
                 group["lr"] = lr
                 self._put.append((group, lr, original))
 
     def leave(self) -> None:
-        """Note what the optimizer had in its hands, and put the user's own LR objects back."""
+        """Note the LRs that the optimizer used, and restore the user's own LR objects."""
         self._effective = [
             lr.clone() if isinstance(lr := group["lr"], torch.Tensor) else lr for group in self._optimizer.param_groups
         ]
         self._is_disturbed = False
         for group, ours, saved in self._put:
             if group["lr"] is not ours:
-                # The optimizer set its own LR during the step (a learning-rate-free method): that is its state.
+                # The optimizer set the LR itself during the step (a learning-rate-free method): leave it alone.
                 self._is_disturbed = True
             elif isinstance(ours, torch.Tensor):
                 ours.copy_(saved)  # type: ignore[arg-type]
@@ -140,7 +146,7 @@ class LrControl:
         return self._position
 
     def demanded(self) -> list[float]:
-        """What the rules that stand now ask for at the last step's schedule, by group. Reads tensors."""
+        """The LR of each group that the current rules demand for the schedule of the last step. Reads tensors."""
         demanded: list[float] = []
         for index, scheduled in enumerate(self._scheduled):
             lr = scheduled
@@ -150,11 +156,12 @@ class LrControl:
         return demanded
 
     def effective_lr(self) -> float | None:
-        """The largest effective LR of the last step; None before it, or when it lies on a device."""
+        """The largest effective LR of the last step; None before the first, or if the LR is on a device."""
         return _largest(self._effective)
 
     def factor(self) -> float | None:
-        """What the last step's LR was multiplied with (largest group): 1.0 when untouched; None as above."""
+        """Effective over scheduled LR in the last step (largest of each). If they are unknown (no step yet, or an LR on
+        a device): 1.0 without rules, else None."""
         effective, scheduled = _largest(self._effective), _largest(self._scheduled)
         if effective is None or scheduled is None:
             return None if self._rules else 1.0
@@ -162,6 +169,6 @@ class LrControl:
 
 
 def _largest(values: list[Lr]) -> float | None:
-    if not values or any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values):
+    if not values or any(v is None or (isinstance(v, torch.Tensor) and v.device.type != "cpu") for v in values):
         return None
     return max(float(v) for v in values)

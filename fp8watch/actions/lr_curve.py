@@ -1,9 +1,9 @@
-"""What the user's scheduler would set at positions other than the present one, without touching it.
+"""What LR the user's scheduler would set at other positions, without touching the scheduler.
 
-Schedulers with a formula (LambdaLR, LinearLR, cosine, SequentialLR of such, ...) are asked for it on a shallow
-copy. Others are copied whole onto a throw-away optimizer and stepped there, which reaches only positions from
-the present one on. Either way the answer for the present position has to agree with the live LR. Only schedulers
-whose run-ahead cannot have a side effect are asked at all (`fp8watch.actions.lr_pure`).
+A scheduler with a closed formula (LambdaLR, LinearLR, cosine, SequentialLR of these, ...) is evaluated on a shallow
+copy, provided that the result for the current position equals the live LR. Any other is copied whole onto a throw-away
+optimizer and stepped there, which reaches only the current and later positions. Only schedulers that can be evaluated
+without side effects are evaluated at all (`fp8watch.actions.lr_pure`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from fp8watch.actions.lr_pure import why_not_ahead
 from fp8watch.errors import ActionError
 
 Values = tuple[float, ...]
-"""One LR for each parameter group."""
+"""One LR per parameter group."""
 
 MAX_FORMULA_STEPS = 100_000
-"""Positions searched for the end of a warm-up where there is a formula (0.1 s)."""
+"""Positions searched for the end of a warm-up, for a scheduler with a formula (0.1 s)."""
 MAX_SIMULATED_STEPS = 20_000
-"""The same where the scheduler has to be stepped."""
-_RISE = 1e-9
-"""Relative rise from one position to the next that counts as one: above rounding, far below any warm-up's."""
+"""The same for a scheduler that has to be stepped."""
+RISE = 1e-9
+"""Smallest relative increase that counts as a rise: above rounding, far below that of any warm-up."""
 
 
 class LrCurve:
-    """LRs of one scheduler by position. Made at attach; evaluated positions are kept."""
+    """LRs of one scheduler by position. Made at attach; evaluated positions are cached."""
 
     def __init__(self, scheduler: Any | None, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self.unavailable: str | None = None
-        """Why the schedule cannot be evaluated; None: it can."""
+        """Why the schedule cannot be evaluated, or None if it can."""
         self._known: dict[int, Values] = {}
         self._warmup_steps: int | None = None
         self._formula: Callable[[int], Values] | None = None
@@ -63,17 +63,17 @@ class LrCurve:
 
     @property
     def warmup_steps(self) -> int | None:
-        """Position at which the LR stops rising; None: unknown. 0: there is no warm-up."""
+        """Position at which the LR stops rising. None: unknown. 0: there is no warm-up."""
         return self._warmup_steps if self.unavailable is None else None
 
     def at(self, position: int) -> Values:
-        """LR of each group at a whole position. Raises `ActionError` when it cannot be had."""
+        """LR of each group at a whole position. Raises `ActionError` when it cannot be evaluated."""
         if position not in self._known:
             self._known[position] = self._evaluate(position)
         return self._known[position]
 
     def between(self, position: float) -> Values:
-        """The same at any position, linear between whole ones."""
+        """LR of each group at any position, interpolated linearly between whole ones."""
         lower = math.floor(position)
         share = position - lower
         if share == 0.0:
@@ -108,12 +108,12 @@ class LrCurve:
         try:
             start = 0 if self._formula is not None else self._scheduler.last_epoch  # type: ignore[union-attr]
             if start > 0:
-                return None  # what lies before cannot be seen
+                return None  # earlier positions cannot be evaluated
             limit = MAX_FORMULA_STEPS if self._formula is not None else MAX_SIMULATED_STEPS
             before = max(self.at(start))
             for position in range(start + 1, limit):
                 after = max(self.at(position))
-                if not after > before * (1 + _RISE):
+                if not after > before * (1 + RISE):
                     return position - 1
                 before = after
         except ActionError:
@@ -122,7 +122,7 @@ class LrCurve:
 
 
 def _formula(scheduler: Any) -> Callable[[int], Values] | None:
-    """LRs by position from the scheduler's own formula; None where it has none."""
+    """LRs by position from the scheduler's own formula; None if it has none."""
     if isinstance(scheduler, torch_schedulers.SequentialLR):
         inner = [_formula(part) for part in scheduler._schedulers]
         if any(part is None for part in inner):
@@ -155,7 +155,7 @@ def _formula(scheduler: Any) -> Callable[[int], Values] | None:
 
 
 class _Stepped:
-    """A copy of the scheduler on a throw-away optimizer, stepped forward as far as was asked."""
+    """A copy of the scheduler on a throw-away optimizer, stepped forward as far as needed."""
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         live = [(group, group["lr"]) for group in optimizer.param_groups]
@@ -168,7 +168,7 @@ class _Stepped:
         if any(isinstance(value, torch.nn.Module) for value in vars(scheduler).values()):
             raise ActionError("it holds a model, which would be copied")
         self._twin = twin
-        # The memo stands in for the optimizer, so that neither model nor moments are copied.
+        # The memo replaces the optimizer by the twin, so that neither model nor moments are copied.
         self._scheduler = copy.deepcopy(scheduler, {id(optimizer): twin})
         self._known: dict[int, Values] = {position: self._values()}
         self._newest = position
@@ -179,14 +179,14 @@ class _Stepped:
 
     def at(self, position: int) -> Values:
         if position not in self._known and position < self._newest:
-            raise ActionError(f"the schedule before position {min(self._known)} is not known")
+            raise ActionError(f"the schedule before position {min(self._known)} is unknown")
         while self._newest < position:
             self._advance()
         return self._known[position]
 
     def _advance(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that the twin never steps
+            warnings.simplefilter("ignore")  # torch warns that the twin optimizer never steps
             self._scheduler.step()
         self._newest += 1
         self._known[self._newest] = self._values()

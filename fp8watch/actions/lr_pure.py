@@ -1,8 +1,8 @@
-"""Which schedulers may be asked for LRs of other steps: those where that cannot have a side effect.
+"""Which schedulers may be evaluated at other steps: those for which that cannot have a side effect.
 
-A schedule that counts its own calls, draws a random number or prints is the user's to call, never ours: it would
-give other LRs afterwards, and so other weights. Torch's own classes by exact type are known; a function given to
-LambdaLR or MultiplicativeLR is read (its byte code) and let through when it can be seen to compute and nothing else.
+A schedule that counts its own calls, draws random numbers or prints must be called only by the user: an extra call
+would change its later LRs, and so the weights. Torch's own classes are accepted by exact type. A function given to
+LambdaLR or MultiplicativeLR is accepted if its byte code shows that it only computes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GEN
 
 
 def why_not_ahead(scheduler: Any) -> str | None:
-    """Why a scheduler is not asked for LRs of other steps; None: it may be."""
+    """Why a scheduler must not be evaluated at other steps, or None if it may."""
     kind, name = type(scheduler), type(scheduler).__name__
     if kind not in (*_PLAIN, *_OF_OTHERS, *_OF_FUNCTIONS):
         return f"{name} is not run ahead: it may have state of its own"
@@ -80,7 +80,7 @@ def _is_pure_dataclass(function: Any, seen: set[int]) -> bool:
 
 
 def _properties(kind: type) -> set[str]:
-    """Names that a class answers by running code."""
+    """Names of a class whose access runs code."""
     return {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, property)}
 
 
@@ -120,7 +120,7 @@ def _is_pure_code(code: types.CodeType, names: dict[str, Any], fields: frozenset
 
 
 def _is_harmless(value: Any, seen: set[int]) -> bool:
-    """Cannot change, or is a function that only computes."""
+    """Whether a value is immutable or a function that only computes."""
     if type(value) in _VALUES:
         return True
     if type(value) in (tuple, frozenset):

@@ -1,7 +1,7 @@
-"""What an action does to the learning rate, as a function of the update and of the schedule's position.
+"""LR rules: what an action does to the learning rate, as a function of the update and the schedule's position.
 
-A rule takes the LR of one parameter group and gives back another, or the same object when it has nothing to
-do. LRs are floats or 0-d tensors; a tensor is never read, so that a device LR costs no synchronisation.
+A rule takes the LR of one parameter group and returns another, or the same object when it changes nothing. LRs are
+floats or 0-d tensors; a tensor's value is never read, so that an LR on a device costs no synchronisation.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class LrRule(Protocol):
     def transform(self, lr: Lr, *, group: int, update: int, position: int | None) -> Lr:
         """The LR of a group for an update.
 
-        `update` counts optimizer updates since the control was made (replayed ones too), `position` is the
-        scheduler's `last_epoch`, None without a scheduler.
+        `update` counts optimizer updates since the `LrControl` was made (replayed ones too); `position` is the
+        scheduler's `last_epoch`, or None without a scheduler.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """The schedule walked at 1/s of its speed: LR(t) = schedule(t0 + (t - t0) / s) until both meet."""
+    """Follows the schedule at 1/s of its speed: LR(t) = schedule(t0 + (t - t0) / s) until both LRs meet."""
 
     factors: tuple[tuple[float, ...], ...]
-    """`factors[t - start][group]`, from `start` to the meeting point; afterwards 1."""
+    """`factors[t - start][group]`, from `start` to the point where both LRs meet; 1 afterwards."""
     start: int
-    """t0, a position of the scheduler."""
+    """t0: a position of the scheduler."""
 
     def transform(self, lr: Lr, *, group: int, update: int, position: int | None) -> Lr:
         """See `LrRule`."""
@@ -45,10 +45,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewarm:
-    """A factor that rises linearly from `start_factor` to 1 over `steps` updates."""
+    """Multiplies the LR by a factor that rises linearly from `start_factor` to 1 over `steps` updates."""
 
     begin: int
-    """First update it holds for."""
+    """First update it applies to."""
     steps: int
     start_factor: float
 
@@ -62,19 +62,19 @@ class Rewarm:
 
 @dataclass(slots=True, kw_only=True)
 class Hold:
-    """A factor, or a ceiling, for `steps` updates, then back to 1, linearly over `restore_steps` or at once.
+    """Applies a factor or a ceiling for `steps` updates, then returns to the schedule: linearly over `restore_steps`,
+    or at once.
 
-    A ceiling is let go only while the schedule itself is at or below it: a scheduler that jumped is held at
-    the level before the jump until it returns to normal, however long that takes. (For an LR tensor, which is
-    never read, the steps alone count.)
+    A ceiling is released only when the schedule itself is at or below it: an LR that jumped is held down until the
+    schedule is normal again, however long that takes. (An LR tensor is never read; there only `steps` counts.)
     """
 
     begin: int
     steps: int | None
-    """None: until it is reverted."""
+    """None: until reverted."""
     factor: float = 1.0
     ceilings: Sequence[float] | None = None
-    """Highest LR of each group; None: the factor alone."""
+    """Highest LR of each parameter group; None: only the factor applies."""
     restore_steps: int = 0
     _released_at: int | None = field(default=None, init=False)
 
@@ -89,8 +89,13 @@ class Hold:
             return lr
         return held + (lr - held) * ((done + 1) / (self.restore_steps + 1))
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the return to the schedule has begun."""
+        return self._released_at is not None
+
     def release(self, update: int) -> None:
-        """Begin the way back to 1 with this update."""
+        """Start the return to the schedule with this update."""
         self.steps = update - self.begin
         self._released_at = update
 
@@ -104,13 +109,13 @@ class Hold:
         return held if held <= ceiling else ceiling
 
     def _end(self, lr: Lr, group: int, update: int) -> int | None:
-        """The first update that is no longer held, None while that is not known."""
+        """The first update that is no longer held; None while unknown."""
         if self._released_at is not None or self.steps is None:
             return self._released_at
         end = self.begin + self.steps
         if self.ceilings is None or isinstance(lr, torch.Tensor):
             return end
-        # The group with the highest ceiling speaks for all: a group without LR is always "back to normal".
+        # The group with the highest ceiling decides for all: a group with LR 0 is always at or below its ceiling.
         ceiling = self.ceilings[group]
         if update >= end and ceiling == max(self.ceilings) and lr <= ceiling * (1 + 1e-9):
             self._released_at = update

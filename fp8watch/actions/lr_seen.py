@@ -1,9 +1,9 @@
-"""What a scheduler has set so far: how its warm-up is known where it cannot be asked for LRs of other steps.
+"""The LRs that a scheduler has set so far: how its warm-up is recognised where it cannot be evaluated at other steps.
 
-A schedule that has risen at every position since its first is warming up; the first position at which it rises no
-more ends the warm-up. That is enough for `lengthen_warmup`, which walks the schedule more slowly and so asks only for
-LRs that were seen already. Positions are the scheduler's (`last_epoch`), so that a rollback, which winds them back,
-finds what was seen there before.
+A schedule that has risen at every position since its first is warming up; the first position without a rise ends the
+warm-up. That is enough for `lengthen_warmup`, which follows the schedule more slowly and so needs only LRs that were
+already seen. Positions are the scheduler's (`last_epoch`): after a rollback, which resets them, the LRs seen there
+before are still known.
 """
 
 from __future__ import annotations
@@ -13,52 +13,48 @@ from typing import Any
 
 import torch
 
+from fp8watch.actions.lr_curve import RISE, Values
 from fp8watch.actions.lr_rules import Lr
 
-Values = tuple[float, ...]
-"""One LR for each parameter group."""
-
 LEAST_RISES = 8
-"""Rises in a row, from the beginning on, that make a warm-up."""
+"""Consecutive rises, from the first position on, that make a warm-up."""
 MAX_POSITIONS = 200_000
-"""Positions that are kept (some 20 MB): nothing is learnt beyond."""
-_RISE = 1e-9
-"""Relative rise from one position to the next that counts as one, as in `fp8watch.actions.lr_curve`."""
+"""Most positions that are kept (some 20 MB); a longer schedule is given up."""
 
 
 class SeenCurve:
-    """LRs of one scheduler by position, as the optimizer steps made them known. Cheap: called at each step."""
+    """LRs of one scheduler by position, learnt from the optimizer steps. Cheap: called at every step."""
 
     def __init__(self) -> None:
         self.unavailable: str | None = None
-        """Why nothing can be learnt; None: it can."""
+        """Why nothing can be learnt, or None if it can."""
         self.warmup_steps: int | None = None
-        """Position at which the LR stopped rising; None: not known yet. 0: there is no warm-up."""
+        """Position at which the LR stopped rising. None: not known yet. 0: there is no warm-up."""
         self.is_needed = False
-        """Whether a rule walks the schedule, so that it is kept on being noted after its warm-up."""
+        """Whether a rule follows this curve, so that LRs have to be noted after the warm-up too."""
         self._positions: list[int] = []
         self._values: list[Values] = []
 
     @property
     def is_rising(self) -> bool:
-        """Whether the warm-up is under way: the LR has risen from the beginning on, and its end is not known."""
+        """Whether a warm-up is in progress: the LR has risen at every position so far, at least `LEAST_RISES` times."""
         is_learning = self.unavailable is None and self.warmup_steps is None
         return is_learning and len(self._positions) > LEAST_RISES
 
     def why_not(self) -> str | None:
-        """Why there is no warm-up under way; None: there is."""
+        """Why no warm-up is in progress, or None if one is."""
         if self.unavailable is not None:
             return self.unavailable
         if self.warmup_steps == 0:
-            return "the learning rate has not risen from the beginning on"
+            return "the learning rate has not risen from the start"
         if self.warmup_steps is not None:
             return f"the warm-up ended at step {self.warmup_steps}; rewarm or hold_lr instead"
         if not self.is_rising:
-            return f"whether it warms up is known once {LEAST_RISES} learning rates have risen in a row"
+            return f"a warm-up is recognised once the learning rate has risen {LEAST_RISES} times in a row"
         return None
 
     def note(self, position: int | None, lrs: list[Lr]) -> None:
-        """What the schedule has set for the update about to be made."""
+        """Learn what the schedule has set for the coming update."""
         if self.unavailable is not None or position is None:
             return
         if self.warmup_steps is not None and not self.is_needed:
@@ -66,26 +62,26 @@ class SeenCurve:
         if self._positions and position <= self._positions[-1]:
             return
         if any(isinstance(lr, torch.Tensor) and lr.device.type != "cpu" for lr in lrs):
-            self._end("the learning rate lies on a device, where it is not read at every step")
+            self._give_up("the learning rate is on a device, where it is not read at every step")
         elif not self._positions and position > 1:
-            self._end(f"the schedule stood at {position} when it was first seen, so how it began is not known")
+            self._give_up(f"the schedule was already at {position} when first seen, so its beginning is unknown")
         elif len(self._positions) >= MAX_POSITIONS:
-            self._end(f"the schedule is longer than {MAX_POSITIONS} steps")
+            self._give_up(f"the schedule is longer than {MAX_POSITIONS} steps")
         else:
             self._add(position, tuple(float(lr) for lr in lrs))
 
     def _add(self, position: int, values: Values) -> None:
-        if self.warmup_steps is None and self._values and not max(values) > max(self._values[-1]) * (1 + _RISE):
+        if self.warmup_steps is None and self._values and not max(values) > max(self._values[-1]) * (1 + RISE):
             rises = len(self._values) - 1
             self.warmup_steps = self._positions[-1] if rises >= LEAST_RISES else 0
         self._positions.append(position)
         self._values.append(values)
 
-    def _end(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
         self.unavailable = why
 
     def between(self, position: float) -> Values | None:
-        """The LRs at any position, linear between those that were seen; None where none was seen on either side."""
+        """LR of each group at any position, interpolated linearly; None outside of the positions that were seen."""
         above = bisect_left(self._positions, position)
         if above == len(self._positions):
             return None
@@ -100,16 +96,16 @@ class SeenCurve:
 
 
 class SeenStretch:
-    """The schedule walked at 1/s of its speed: LR(t) = schedule(t0 + (t - t0) / s) until both meet."""
+    """Follows the schedule at 1/s of its speed: LR(t) = schedule(t0 + (t - t0) / s) until both LRs meet."""
 
     def __init__(self, curve: SeenCurve, *, start: int, stretch: float) -> None:
         self._curve, self._start, self._stretch = curve, start, stretch
         self.meets_at: int | None = None
-        """Position at which both met; None: not yet."""
+        """Position at which both LRs met; None: not yet."""
         curve.is_needed = True
 
     def __repr__(self) -> str:
-        """Tells settings apart, as the representation of any rule does."""
+        """Shows the settings: a rollback compares rules by their representation."""
         return f"SeenStretch(start={self._start}, stretch={self._stretch:g})"
 
     def transform(self, lr: Lr, *, group: int, update: int, position: int | None) -> Lr:

@@ -1,4 +1,4 @@
-"""What the FP8 actions share: modules held in BF16 by several actions at once, tensor names, memory."""
+"""What the FP8 actions share: modules held in BF16 by several actions at once, tensor names, memory cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8watch.capture.controls import Fp8Controls
 from fp8watch.errors import ActionError
 
 TENSORS = ("input", "weight", "grad_output")
-"""The tensors of a linear module that have a scale."""
+"""The tensors of a linear module that can have a scale."""
 NOTHING_HERE = ReadBack(ok=True, observed={"modules": 0}, detail="the modules are on other ranks")
 _keys = itertools.count(1)
 
@@ -32,7 +32,7 @@ class Fp8Action:
             return None
         if controls is None or not controls.modules():
             return "no FP8 module was found in the model"
-        # A framework that keeps no scales says which actions it leaves nothing to do for, and why.
+        # The controls of a framework that keeps no scales list the actions that have nothing to act on, and why.
         reasons: dict[str, str] = getattr(controls, "unavailable", {})
         return reasons.get(self.name)
 
@@ -42,7 +42,7 @@ class Fp8Action:
         return [] if controls is None else list(controls.modules())
 
     def _is_elsewhere(self) -> bool:
-        """Whether all FP8 modules are on other ranks: then there is nothing to do here, and that is no failure."""
+        """Whether all FP8 modules are on other ranks: nothing to do here then, which is not a failure."""
         return bool(self._context.elsewhere) and not self._modules()
 
     def _nothing_here(self, step: int, params: dict[str, Any]) -> Applied:
@@ -55,19 +55,24 @@ class Fp8Action:
         return self._context.controls
 
     def _has_updated(self, applied: Applied) -> bool:
-        """Whether a whole optimizer step lies between the action and now (replays count on, unlike step numbers)."""
+        """Whether an optimizer update was made since the action. (Step numbers go back at a rollback; this count does
+        not.)"""
         return bool(self._context.lr.updates > applied.expected["after_update"])
 
 
 class HighPrecision(Fp8Action):
-    """Base of `bf16_layers` and `bf16_all`: modules held in BF16 until nothing holds them any more."""
+    """Base of `bf16_layers` and `bf16_all`. A module stays in BF16 as long as any action holds it."""
 
     def _hold(self, step: int, params: dict[str, Any], modules: list[str]) -> Applied:
         if not modules and self._context.elsewhere:
             return self._nothing_here(step, params)
         controls = self._controls()
         held = {module for modules in self._context.high_precision.values() for module in modules}
-        controls.set_high_precision(modules, high_precision=True)
+        try:
+            controls.set_high_precision(modules, high_precision=True)
+        except Exception as error:
+            controls.set_high_precision([name for name in modules if name not in held], high_precision=False)
+            raise ActionError(f"not all of the modules can run in BF16, none does: {error}") from error
         key = f"{self.name}:{next(_keys)}"
         self._context.high_precision[key] = modules
         return Applied(
@@ -83,19 +88,19 @@ class HighPrecision(Fp8Action):
         )
 
     def extra_memory_bytes(self, modules: list[str]) -> int:
-        """Lower bound of what BF16 costs more: a weight of 2 bytes an element where FP8 casts to 1.
+        """Lower bound of the extra memory of BF16: a weight takes 2 bytes per element instead of 1 in FP8.
 
-        Saved activations grow likewise by 1 byte an element; their shapes are not known here.
+        Saved activations also grow by 1 byte per element, but their shapes are not known here.
         """
         weights = (self._context.model.get_submodule(name)._parameters.get("weight") for name in modules)
         return sum(weight.numel() for weight in weights if weight is not None)
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """What the modules did in their last forward, once a step has passed."""
+        """In which precision the modules ran in their last forward, once a step has passed."""
         if "elsewhere" in applied.expected:
             return NOTHING_HERE
         if applied.expected["hold"] not in self._context.high_precision:
-            return ReadBack(ok=False, detail="given back already")
+            return ReadBack(ok=False, detail="already back in FP8")
         if not self._has_updated(applied):
             return ReadBack(ok=None, detail="no step has passed since")
         layers = self._context.high_precision[applied.expected["hold"]]
@@ -110,7 +115,7 @@ class HighPrecision(Fp8Action):
         return ReadBack(ok=True, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """Give `params["layers"]` back to FP8 (by default all of the action's), unless another action holds them."""
+        """Return `params["layers"]` (default: all layers of the action) to FP8, unless another action holds them."""
         if "elsewhere" in applied.expected:
             return
         key = applied.expected["hold"]
@@ -128,9 +133,26 @@ class HighPrecision(Fp8Action):
         else:
             del self._context.high_precision[key]
 
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether the modules ran in FP8 in their last forward, once a step has passed; but those that others hold."""
+        if "elsewhere" in applied.expected:
+            return NOTHING_HERE
+        back = read.names(applied.params, "layers", applied.expected["layers"], self._context.elsewhere)
+        held = {name for names in self._context.high_precision.values() for name in names}
+        back = [name for name in back if name not in held]
+        if not back:
+            return ReadBack(ok=True, observed={"modules": 0, "held_by_others": len(held)})
+        ran = dict(zip(back, self._controls().ran_high_precision(back), strict=True))
+        observed = {"high_precision": sum(value is True for value in ran.values()), "modules": len(ran)}
+        if not_run := [name for name, value in ran.items() if value is None]:
+            return ReadBack(ok=None, observed=observed, detail=f"has not run since: {', '.join(not_run[:5])}")
+        if in_bf16 := [name for name, value in ran.items() if value]:
+            return ReadBack(ok=None, observed=observed, detail=f"still ran in BF16: {', '.join(in_bf16[:5])}")
+        return ReadBack(ok=True, observed=observed)
+
 
 def scale_names(controls: Fp8Controls) -> list[str]:
-    """`module:tensor` of every scale that can be read; tensors a framework does not keep are left out."""
+    """`module:tensor` of every scale that can be read; not every framework keeps one for every tensor."""
     found: list[str] = []
     for module in controls.modules():
         for tensor in TENSORS:

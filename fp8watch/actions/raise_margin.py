@@ -1,25 +1,33 @@
-"""`raise_margin`: more head-room between amax and the format's largest number."""
+"""`raise_margin`: more head-room between amax and the format's largest value."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
 
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
+from fp8watch.actions.context import ActionContext
 from fp8watch.actions.precision import NOTHING_HERE, Fp8Action, scale_names
 from fp8watch.errors import ActionError
 from fp8watch.formats import MAX_MARGIN
 
 
 class RaiseMargin(Fp8Action):
-    """Margin of the live recipe plus `bits` powers of two."""
+    """Raises the margin of the live recipe by `bits` (powers of two)."""
 
     name = "raise_margin"
 
+    def __init__(self, context: ActionContext) -> None:
+        super().__init__(context)
+        self._numbers = itertools.count(1)
+        self._after_revert: dict[int, float] = {}
+        """Number of an action that was reverted -> the margin that this was to leave."""
+
     def unavailable(self) -> str | None:
-        """Also where the recipe has no margin."""
+        """See `Action`. Also when the recipe has no margin."""
         reason = super().unavailable()
         if reason is None and not self._is_elsewhere() and self._controls_margin() is None:
             return "the recipe in use has no margin"
@@ -46,14 +54,17 @@ class RaiseMargin(Fp8Action):
             step=step,
             params=params,
             before={"margin": before, "scales": scales},
-            expected={"margin": before + bits, "bits": bits, "after_update": self._context.lr.updates},
-        )
+            expected={
+                "margin": before + bits, "bits": bits, "number": next(self._numbers),
+                "after_update": self._context.lr.updates,
+            },
+        )  # fmt: skip
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """The recipe's margin, and whether the scales in force have followed.
+        """Whether the recipe has the new margin and the scales in force have followed it.
 
-        A setting that the scale update does not read is the classic silent no-op. The scales of a healthy run
-        move by a fraction of a power of two in a step, and not all the same way: their median tells.
+        A setting that the scale update does not read is the classic silent no-op. In a healthy run scales move by a
+        fraction of a power of two per step, and not all in one direction, so their median shows the change.
         """
         if "elsewhere" in applied.expected:
             return NOTHING_HERE
@@ -74,11 +85,21 @@ class RaiseMargin(Fp8Action):
         return ReadBack(ok=is_followed, observed=observed, detail=detail)
 
     def revert(self, applied: Applied) -> None:
-        """Take the bits off again; what others have added since stays."""
+        """Subtract the bits again; what other actions have added since stays."""
         if "elsewhere" in applied.expected:
             return
         controls = self._controls()
         margin = controls.margin()
         if margin is None:
             raise ActionError("the recipe in use has no margin any more")
-        controls.set_margin(margin - applied.expected["bits"])
+        lower = margin - applied.expected["bits"]
+        self._after_revert[applied.expected["number"]] = lower
+        controls.set_margin(lower)
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether the recipe has the lower margin."""
+        if "elsewhere" in applied.expected:
+            return NOTHING_HERE
+        margin, wanted = self._controls().margin(), self._after_revert.get(applied.expected["number"])
+        is_back = margin is not None and wanted is not None and math.isclose(margin, wanted, abs_tol=1e-9)
+        return ReadBack(ok=is_back, observed={"margin": margin}, detail="" if is_back else f"the margin is {margin}")

@@ -1,4 +1,4 @@
-"""`recheck`: the coming batch forward and backward twice; a sound device gives the same bits twice."""
+"""`recheck`: run the next batch forward and backward twice. A healthy device gives the same bits both times."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from fp8watch import rng
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
 from fp8watch.checkpoints.checksum import sum_bits
+from fp8watch.checkpoints.sharding import is_sharded
 from fp8watch.errors import ActionError
 
 NOTHING = sum_bits([])
-"""The sum over no gradient at all."""
+"""The checksum of no gradients at all."""
 
 
 class Recheck:
-    """No optimizer step is made; random state, FP8 state, buffers and gradients are put back.
+    """Makes no optimizer step, and restores random state, FP8 state, buffers and gradients.
 
-    Kernels that are not deterministic by themselves differ, too: a difference is evidence, no proof.
+    Non-deterministic kernels differ too, so a difference is evidence, not proof.
     """
 
     name = "recheck"
@@ -30,26 +31,30 @@ class Recheck:
 
     def unavailable(self) -> str | None:
         """See `Action`."""
-        return None if self._context.forward is not None else "needs forward=: the call of the model is not ours"
+        return None if self._context.forward is not None else "needs forward=: fp8watch cannot call the model itself"
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         """See `Action`. `expected["agree"]` is the verdict."""
         if reason := self.unavailable():
             raise ActionError(reason)
         model, controls = self._context.model, self._context.controls
-        gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients = {name: (p.grad, _copy_if_shared(p.grad)) for name, p in model.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         fp8 = copy.deepcopy(controls.state_dict()) if controls is not None else None
         random = rng.snapshot()
         sums: list[tuple[str, str]] = []
         try:
             for _ in range(2):
-                self._put_back(buffers, fp8, random)
+                self._restore(buffers, fp8, random)
                 sums.append(self._run())
+        except Exception as error:  # the loop's own code, or out of memory: nothing is left of it below
+            raise ActionError(f"the batch could not be run again: {type(error).__name__}: {error}") from error
         finally:
-            self._put_back(buffers, fp8, random)
+            self._restore(buffers, fp8, random)
             for name, parameter in model.named_parameters():
-                parameter.grad = gradients[name]
+                parameter.grad, values = gradients[name]
+                if parameter.grad is not None and values is not None:
+                    parameter.grad.copy_(values)
         return Applied(
             step=step,
             params=params,
@@ -70,7 +75,7 @@ class Recheck:
             torch.autograd.backward(loss)
         return sum_bits([loss]), sum_bits(p.grad for p in model.parameters() if p.grad is not None)
 
-    def _put_back(self, buffers: dict[str, torch.Tensor], fp8: dict[str, object] | None, random: rng.State) -> None:
+    def _restore(self, buffers: dict[str, torch.Tensor], fp8: dict[str, object] | None, random: rng.State) -> None:
         with torch.no_grad():
             for name, buffer in self._context.model.named_buffers():
                 buffer.copy_(buffers[name])
@@ -79,11 +84,26 @@ class Recheck:
         rng.restore(random)
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """It was done in full; the verdict is in `observed`."""
+        """Whether anything was compared; the verdict is in `observed["agree"]`."""
         observed = dict(applied.expected)
         if observed["gradients"][0] == NOTHING:
             return ReadBack(ok=False, observed=observed, detail="no gradient was computed: nothing was compared")
         return ReadBack(ok=True, observed=observed, detail="" if observed["agree"] else "the two runs differ")
 
     def revert(self, applied: Applied) -> None:
-        """It left nothing behind."""
+        """Nothing to undo."""
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Nothing to look at."""
+        return ReadBack(ok=True)
+
+
+def _copy_if_shared(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The values of a gradient that is part of a larger buffer, which a backward pass fills anew; None: it is not.
+
+    DistributedDataParallel with `gradient_as_bucket_view` keeps gradients so.
+    """
+    if gradient is None or is_sharded(gradient) or gradient.layout is not torch.strided:
+        return None
+    is_shared = gradient._is_view() or gradient.untyped_storage().nbytes() > gradient.nbytes
+    return gradient.clone() if is_shared else None

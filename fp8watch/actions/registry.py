@@ -1,4 +1,4 @@
-"""Every action by name."""
+"""All actions, by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8watch.actions.tighten_clip import TightenClip
 
 
 def build_actions(context: ActionContext) -> dict[str, Action]:
-    """The actions of one training process, one for each of `fp8watch.records.ACTIONS`."""
+    """The actions of one training process: one for each name in `fp8watch.records.ACTIONS`."""
     table: dict[str, Action] = {}
     actions: list[Action] = [
         LengthenWarmup(context),
@@ -45,5 +45,5 @@ def build_actions(context: ActionContext) -> dict[str, Action]:
 
 
 def capabilities(actions: dict[str, Action]) -> dict[str, str]:
-    """Action -> empty string when it can be done, else the reason why not (`Hello.capabilities`)."""
+    """Action -> the reason why it cannot be done, empty if it can (`Hello.capabilities`)."""
     return {name: action.unavailable() or "" for name, action in actions.items()}

@@ -1,18 +1,24 @@
-"""`repair_scale`: purge poisoned amax windows and set the scales that clean amax demands."""
+"""`repair_scale`: purge corrupted amax histories and set the scales that the clean amax demands."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch.distributed as dist
+
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.precision import NOTHING_HERE, TENSORS, Fp8Action, scale_names
 from fp8watch.errors import ActionError
 
+NO_CLEAN_AMAX = "no clean amax is known for any of these tensors"
+SLACK_BITS = 2.0
+"""What a scale may lie above the one that the newest amax demands: amax grows from one update to the next."""
+
 
 class RepairScale(Fp8Action):
-    """Parameters: `tensors` (`module:tensor`) or `layers` (all tensors of these modules); neither: all."""
+    """Parameters: `tensors` (`module:tensor`) or `layers` (all tensors of these modules). Default: all tensors."""
 
     name = "repair_scale"
 
@@ -33,8 +39,8 @@ class RepairScale(Fp8Action):
             return self._nothing_here(step, params)
         before = controls.scales(tensors)
         repaired = controls.repair_scales(tensors)
-        if not repaired:
-            raise ActionError("no clean amax is known for any of these tensors")
+        if not repaired and not _has_peers():
+            raise ActionError(NO_CLEAN_AMAX)
         return Applied(
             step=step,
             params=params,
@@ -43,10 +49,12 @@ class RepairScale(Fp8Action):
         )
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """One step later the scales are those set, or have moved on from there, but not back to where they were."""
+        """Whether, one step later, the scales are the ones set or have moved on from there, but not back again."""
         if "elsewhere" in applied.expected:
             return NOTHING_HERE
         wanted, before = applied.expected["scales"], applied.before["scales"]
+        if not wanted:
+            return ReadBack(ok=False, observed={"repaired": 0}, detail=NO_CLEAN_AMAX)
         now = self._controls().scales(list(wanted))
         bad = [name for name, scale in now.items() if not (math.isfinite(scale) and scale > 0)]
         observed = {"repaired": len(wanted), "scales": dict(list(now.items())[:8])}
@@ -54,18 +62,32 @@ class RepairScale(Fp8Action):
             return ReadBack(ok=False, observed=observed, detail=f"not a usable scale: {', '.join(bad[:5])}")
         if not self._has_updated(applied):
             return ReadBack(ok=None, observed=observed, detail="no scale update has passed since")
-        stuck = [name for name, scale in now.items() if _is_nearer(scale, before[name], wanted[name])]
+        stuck = [name for name, scale in now.items() if _has_gone_back(scale, before[name], wanted[name])]
         if stuck:
             return ReadBack(ok=False, observed=observed, detail=f"back where they were: {', '.join(stuck[:5])}")
+        highest = self._controls().highest_scales(list(wanted))
+        clips = [name for name, most in highest.items() if now[name] > most * 2.0**SLACK_BITS]
+        if clips:
+            return ReadBack(ok=False, observed=observed, detail=f"still clips its amax: {', '.join(clips[:5])}")
         return ReadBack(ok=True, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """There is nothing to go back to: the scales before were wrong."""
-        raise ActionError("a repaired scale is not made wrong again")
+        """Always raises: the scales before were wrong."""
+        raise ActionError("a scale repair cannot be undone: the scales before were wrong")
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Never asked: `revert` always raises."""
+        return ReadBack(ok=False, detail="a scale repair cannot be undone")
 
 
-def _is_nearer(scale: float, before: float, wanted: float) -> bool:
-    """Whether a scale lies nearer to where it was than to what was set, where the two differ by over a bit."""
+def _has_peers() -> bool:
+    """Whether other ranks repair theirs at the same time. They cannot undo it, so a rank that has nothing to repair
+    says so in its read-back and does not fail."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _has_gone_back(scale: float, before: float, wanted: float) -> bool:
+    """Whether a scale is nearer (in log2) to its old value than to the one set, if the two differ by over a bit."""
     if not (math.isfinite(before) and before > 0):
         return False
     old, new, now = math.log2(before), math.log2(wanted), math.log2(scale)

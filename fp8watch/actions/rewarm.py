@@ -16,8 +16,8 @@ class Rewarm(LrAction):
     name = "rewarm"
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
-        """See `Action`. A rewarm that still runs is replaced."""
+        """See `Action`. Replaces a rewarm that is still running."""
         steps = read.whole(params, "steps", 100, at_least=1)
         start_factor = read.number(params, "start_factor", 0.1, at_least=0.0, below=1.0)
         rule = RewarmRule(begin=self._control.updates, steps=steps, start_factor=start_factor)
-        return self._stand(step, params, rule, replaces=True, factor=start_factor, steps=steps)
+        return self._add_rule(step, params, rule, replaces=True, factor=start_factor, steps=steps)

@@ -1,8 +1,10 @@
-"""`rollback`: the whole process back to a checkpoint from before the onset, in place."""
+"""`rollback`: return the whole process, in place, to a checkpoint from before the onset."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,8 @@ from fp8watch.actions.base import Action, Applied, ReadBack
 from fp8watch.actions.context import ActionContext
 from fp8watch.actions.first_update import FirstUpdate
 from fp8watch.actions.joint import Answer, Ask
+from fp8watch.actions.lr_rules import LrRule
+from fp8watch.capture.gradients import has_scaler
 from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.restore import Loaded, PartlyRestored, RestoreReport, Unfit
 from fp8watch.errors import ActionError, CheckpointError
@@ -19,25 +23,29 @@ from fp8watch.records import CheckpointRecord
 from fp8watch.vocabulary import MAX_SKIP_BATCHES
 
 CHANGES = ("bf16_all", "bf16_layers", "hold_lr", "rewarm", "tighten_clip", "raise_margin")
-"""What may be changed before the replay, so that it does not repeat what went wrong."""
+"""Actions that may be combined with the rollback, so that the replay does not repeat the fault."""
+_BF16 = ("bf16_all", "bf16_layers")
+_WHEN = ("begin", "_released_at")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The parameters, checked."""
+    """The checked parameters of one rollback."""
 
     manager: CheckpointManager
     onset_step: int | None
-    """First step that the fault touched, where it was told."""
+    """First step that the fault affected, if given."""
     skip_batches: int
     allow_without_data: bool
     changes: list[tuple[Action, dict[str, Any]]]
     setting: str
-    """What the replay runs under: at most one is made of the same batches under the same setting."""
+    """Hash of the conditions of the replay: the same batches are replayed at most once under the same setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chosen:
+    """The target that all ranks have agreed on."""
+
     order: _Order
     loaded: Loaded
     refused: dict[str, str]
@@ -45,24 +53,24 @@ class _Chosen:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other rank."""
+        """Whether this is the only rank."""
         return self.order.manager.world_size == 1
 
 
 def _as_changes(value: Any) -> list[dict[str, Any]]:
-    """What `changes` should be. Raises `ActionError` with all that is not, and what may be changed."""
+    """`changes` as a checked list. Raises `ActionError` that names every wrong item and the allowed actions."""
     wanted = f"a list of {{action, params}} is wanted, the action one of {', '.join(CHANGES)}"
     if value is None:
         return []
     if not isinstance(value, list | tuple):
         raise ActionError(f"changes is {value!r}: {wanted}")
-    wrong = [f"[{at}] {reason}" for at, item in enumerate(value) if (reason := _no_change(item))]
+    wrong = [f"[{at}] {reason}" for at, item in enumerate(value) if (reason := _why_no_change(item))]
     if wrong:
         raise ActionError(f"changes: {'; '.join(wrong)}: {wanted}")
     return list(value)
 
 
-def _no_change(item: Any) -> str:
+def _why_no_change(item: Any) -> str:
     if not isinstance(item, dict):
         return f"is {item!r}"
     if unknown := [str(key) for key in item if key not in ("action", "params")]:
@@ -71,21 +79,29 @@ def _no_change(item: Any) -> str:
         return f"has the action {item.get('action')!r}"
     given = item.get("params")
     is_mapping = given is None or (isinstance(given, dict) and all(isinstance(key, str) for key in given))
-    return "" if is_mapping else f"has the params {given!r}, no mapping from names"
+    return "" if is_mapping else f"has the params {given!r}, which is not a mapping from names"
+
+
+def _unbegun(rule: LrRule) -> str:
+    """An LR rule without the updates at which it began and was released."""
+    if not dataclasses.is_dataclass(rule):
+        return repr(rule)
+    held = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule) if field.name not in _WHEN}
+    return f"{type(rule).__name__}{held}"
 
 
 class Rollback:
     """Parameters: `checkpoint` (id) or `onset_step`; `skip_batches`; `allow_without_data`; `changes`.
 
-    What other actions have in force (LR factor, clip limit, BF16 modules, margin) stays in force. `changes`, a
-    list of `{action, params}`, is applied right after the restore and read back with the rollback; what shall be
-    reverted later is better sent as an action of its own at the same boundary.
+    What other actions have set (LR factor, clip limit, BF16 modules, margin) stays in force. `changes`, a list of
+    `{action, params}`, is applied right after the restore and read back with the rollback. A change that is to be
+    reverted later should instead be sent as a separate action at the same boundary.
     """
 
     name = "rollback"
 
     def __init__(self, context: ActionContext, actions: Callable[[], dict[str, Action]]) -> None:
-        """`actions` gives the table that `changes` are looked up in."""
+        """`actions` returns the table in which `changes` are looked up."""
         self._context = context
         self._actions = actions
         self._chosen: _Chosen | None = None
@@ -93,7 +109,7 @@ class Rollback:
         self._changed: list[tuple[Action, Applied]] = []
 
     def unavailable(self) -> str | None:
-        """See `Action`. The data position is asked for when it is needed: the loop may not have begun."""
+        """See `Action`. The data position is checked later, when it is needed: the loop may not have begun yet."""
         return None if self._context.checkpoints is not None else "attach got no checkpoints="
 
     def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
@@ -102,13 +118,13 @@ class Rollback:
         order, why = None, ""
         try:
             order = self._order(params)
-        except Exception as error:  # whatever it is, the other ranks wait for an answer
+        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             why = str(error)
         if order is not None:
             self._finish_saving(order.manager)
-        # The ledger is read after this: from then on the rank that writes it stands at this boundary too.
+        # The ledger is read only after this question: by then the rank that writes it is at this boundary too.
         if ask(Answer.YES if order is not None else Answer.CANNOT, "begin") is not Answer.YES or order is None:
-            raise ActionError(why or "another rank cannot")
+            raise ActionError(why or "another rank cannot roll back")
         refused: dict[str, str] = {}
         target, why = self._first_target(order.manager, step, params)
         while True:
@@ -120,9 +136,9 @@ class Rollback:
                 self._chosen = _Chosen(order=order, loaded=loaded, refused=refused, ask=ask)
                 return
             if joint is Answer.CANNOT or target is None:
-                said = "; ".join([*refused.values(), why or "another rank cannot go back to it"])
-                raise ActionError(said) if target is None and not refused else CheckpointError(said)
-            refused[target.checkpoint] = why or f"{target.checkpoint}: damaged where another rank reads it"
+                reasons = "; ".join([*refused.values(), why or "another rank cannot go back to it"])
+                raise ActionError(reasons) if target is None and not refused else CheckpointError(reasons)
+            refused[target.checkpoint] = why or f"{target.checkpoint}: damaged on another rank"
             target, why = self._next(order, target, refused)
 
     def drop_choice(self) -> None:
@@ -130,8 +146,8 @@ class Rollback:
         self._chosen = None
 
     def _finish_saving(self, manager: CheckpointManager) -> None:
-        """What has become durable since the last boundary is a target too, else it would depend on the disk's haste
-        whether there is one."""
+        """Checkpoints that became durable since the last boundary are targets too: which target is found must not
+        depend on the speed of the disk."""
         try:
             manager.poll()
         except CheckpointError as error:
@@ -149,7 +165,7 @@ class Rollback:
     @staticmethod
     def _try(order: _Order, target: CheckpointRecord) -> tuple[Loaded | None, Answer, str]:
         if order.manager.was_made_before(target.checkpoint, skip_batches=order.skip_batches, setting=order.setting):
-            return None, Answer.CANNOT, f"gone back to {target.checkpoint} before, and nothing would be different"
+            return None, Answer.CANNOT, f"already rolled back to {target.checkpoint}; nothing would be different"
         try:
             loaded = order.manager.load(target.checkpoint, allow_without_data=order.allow_without_data, is_quick=True)
             return loaded, Answer.YES, ""
@@ -157,7 +173,7 @@ class Rollback:
             return None, Answer.CANNOT, str(error)
         except CheckpointError as error:
             return None, Answer.DAMAGED, str(error)
-        except Exception as error:  # whatever it is, the other ranks wait for an answer
+        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return None, Answer.CANNOT, f"{type(error).__name__}: {error}"
 
     def _order(self, params: dict[str, Any]) -> _Order:
@@ -175,22 +191,30 @@ class Rollback:
         )  # fmt: skip
 
     def _setting(self, params: dict[str, Any]) -> str:
+        """What the replay would run under, with the changes: equal for two rollbacks of which the second would only
+        repeat the first. What a change sets to a value of its own counts as that value, whatever is in force now."""
         context = self._context
-        held = sorted({module for modules in context.high_precision.values() for module in modules})
-        changes = [
-            (change["action"], sorted((change.get("params") or {}).items())) for change in params.get("changes") or []
-        ]
+        changes = {change["action"]: dict(change.get("params") or {}) for change in params.get("changes") or []}
+        held = {module for modules in context.high_precision.values() for module in modules}
+        if "bf16_all" in changes:
+            held = set(context.controls.modules()) if context.controls is not None else set()
+        held |= set(map(str, changes.get("bf16_layers", {}).get("layers") or ()))
+        limit = changes.get("tighten_clip", {}).get("max_norm") or context.clip.limit
+        # A rule is known by what it does; when it began only says how often this was tried.
+        rules = {f"{key.partition(':')[0]} {_unbegun(rule)}" for key, rule in context.lr.rules.items()}
+        if "rewarm" in changes or changes.get("hold_lr", {}).get("to_lr") is not None:
+            rules = {rule for rule in rules if rule.partition(" ")[0] not in changes}
         margin = None if context.controls is None else context.controls.margin()
         single = None if context.clip.tensors is None else context.clip.tensors.ratio
-        rules = sorted(f"{key.partition(':')[0]} {rule}" for key, rule in context.lr.rules.items())
-        content = repr((held, context.clip.limit, single, margin, rules, changes))
+        wanted = sorted((name, sorted(given.items())) for name, given in changes.items() if name not in _BF16)
+        content = repr((sorted(held), limit, single, margin, sorted(rules), wanted))
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     @staticmethod
     def _first_target(
         manager: CheckpointManager, step: int, params: dict[str, Any]
     ) -> tuple[CheckpointRecord | None, str]:
-        """The one that was asked for, or why there is none."""
+        """The checkpoint asked for, or why there is none."""
         checkpoint = params.get("checkpoint")
         try:
             if checkpoint is None:
@@ -200,13 +224,13 @@ class Rollback:
         except Exception as error:
             return None, str(error)
         if target.step > step:
-            return None, f"{checkpoint} lies ahead of step {step}"
+            return None, f"{checkpoint} is later than step {step}"
         return target, ""
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
-        """See `Action`. Raises `CheckpointError` or `ActionError` with nothing changed.
+        """See `Action`. Raises `CheckpointError` or `ActionError`, and then nothing has been changed.
 
-        If restoring fails half-way the run is halted: mixed state must not be trained on.
+        If the restore fails half-way the run is halted: it must not go on training from a mixed state.
         """
         if self._chosen is None:
             self.choose(step, params, lambda answer, about: answer)
@@ -215,7 +239,7 @@ class Rollback:
         try:
             report = self._restore(chosen, step)
         except Exception:
-            if chosen.order.changes:  # the others will ask about these
+            if chosen.order.changes:  # the other ranks will ask about them
                 chosen.ask(Answer.CANNOT, "changes")
             raise
         applied_changes = self._change_all(chosen, report.step)
@@ -252,14 +276,14 @@ class Rollback:
                 report, from_step=step, skip_batches=order.skip_batches, setting=order.setting
             )  # fmt: skip
         except CheckpointError as error:
-            self._context.note(f"rolled back, but not written down: {error}")
+            self._context.note(f"rolled back, but the rollback could not be recorded: {error}")
         self._context.rewind(report.step)
         for name, reason in report.refused.items():
             self._context.note(f"checkpoint {name} was refused: {reason}")
         return report
 
     def _change_all(self, chosen: _Chosen, step: int) -> list[dict[str, Any]]:
-        """What is to be different in the replay: on every rank, or on none."""
+        """Apply the changes for the replay: on every rank or on none."""
         self._changed = []
         if not chosen.order.changes:
             return []
@@ -267,13 +291,23 @@ class Rollback:
         is_done = all("error" not in change for change in found)
         if chosen.ask(Answer.YES if is_done else Answer.DAMAGED, "changes") is Answer.YES or chosen.is_alone:
             return found
-        for action, applied in self._changed:
-            action.revert(applied)
+        kept = [change for change in self._changed if not self._take_back(*change)]
         self._changed = []
-        return [{"error": "another rank could not", **change} for change in found]
+        if kept:
+            names = ", ".join(action.name for action, _ in kept)
+            raise PartlyRestored(f"{names} failed on another rank and cannot be undone here")
+        return [{"error": "failed on another rank", **change} for change in found]
+
+    def _take_back(self, action: Action, applied: Applied) -> bool:
+        try:
+            action.revert(applied)
+        except Exception as error:
+            self._context.note(f"{action.name}, applied with the rollback, cannot be undone: {error}")
+            return False
+        return True
 
     def _changes(self, params: dict[str, Any]) -> list[tuple[Action, dict[str, Any]]]:
-        """All changes, looked up before anything is touched."""
+        """All changes with their actions, looked up before anything is changed."""
         table = self._actions()
         found: list[tuple[Action, dict[str, Any]]] = []
         for change in _as_changes(params.get("changes")):
@@ -288,12 +322,13 @@ class Rollback:
             applied = action.apply(step, params)
             self._changed.append((action, applied))
             return {"action": action.name, "params": applied.params}
-        except ActionError as error:
-            self._context.note(f"{action.name} was to change with the rollback and did not: {error}")
-            return {"action": action.name, "error": str(error)}
+        except Exception as error:  # whatever it is, the other ranks are waiting to hear about it
+            text = str(error) if isinstance(error, ActionError) else f"{type(error).__name__}: {error}"
+            self._context.note(f"{action.name}, to be applied with the rollback, failed: {text}")
+            return {"action": action.name, "error": text}
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Done only when the first new update began from the restored parameters and counters go on from there."""
+        """Whether the first update after it started from the restored parameters, and the counters continue there."""
         expected = applied.expected
         seen = self._first_update
         if seen is None or self._context.lr.updates <= expected["after_update"]:
@@ -313,18 +348,24 @@ class Rollback:
         steps_since = self._context.step() - expected["step"]
         updates = self._context.lr.updates - expected["after_update"]
         skipped = int(self._context.skip.total) - expected["after_skipped"]
-        if not 1 <= steps_since <= updates + skipped:
-            problems.append(f"the step counter is {self._context.step()}, it was to go on from {expected['step']}")
+        # A GradScaler leaves out updates of its own, in which the optimizer is not called.
+        most = math.inf if has_scaler(self._context.scaler) else updates + skipped
+        if not 1 <= steps_since <= most:
+            problems.append(f"the step counter is {self._context.step()}, it should continue from {expected['step']}")
         if expected["data_restored"] and (samples is None or samples <= expected["samples"]):
-            problems.append(f"samples are {samples}, they were to go on from {expected['samples']}")
+            problems.append(f"samples are {samples}, they should continue from {expected['samples']}")
         found = [(action, action.read_back(change)) for action, change in self._changed]
         if any(result.ok is None for _, result in found) and not problems:
             return ReadBack(ok=None, observed=observed, detail="a change is not visible yet")
         problems += [f"{action.name}: {result.detail}" for action, result in found if result.ok is False]
         failed = [change for change in expected["changes"] if "error" in change]
-        problems += [f"{change['action']} was not changed: {change['error']}" for change in failed]
+        problems += [f"{change['action']} was not applied: {change['error']}" for change in failed]
         return ReadBack(ok=not problems, observed=observed, detail="; ".join(problems))
 
     def revert(self, applied: Applied) -> None:
-        """The timeline that was left is gone."""
+        """Always raises: the abandoned timeline is gone."""
         raise ActionError("a rollback cannot be undone")
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Never asked: `revert` always raises."""
+        return ReadBack(ok=False, detail="a rollback cannot be undone")

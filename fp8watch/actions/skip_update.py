@@ -1,7 +1,8 @@
-"""`skip_update`: leave out optimizer updates whose gradients are not finite."""
+"""`skip_update`: skip optimizer updates whose gradients are not finite."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from fp8watch.actions import params as read
@@ -11,12 +12,16 @@ from fp8watch.errors import ActionError
 
 
 class SkipUpdate:
-    """Arms the guard. Parameter: `max_consecutive` updates in a row, then it lets go."""
+    """Arms the guard. Parameter: `max_consecutive`, the most updates skipped in a row; the next one goes through."""
 
     name = "skip_update"
 
     def __init__(self, context: ActionContext) -> None:
         self._guard = context.skip
+        self._in_force: dict[str, int] = {}
+        """Reason under which an action has armed the guard -> its `max_consecutive`, in the order of applying."""
+        self._numbers = itertools.count(1)
+        self._policys_own = self._guard.max_in_a_row
 
     def unavailable(self) -> str | None:
         """See `Action`."""
@@ -26,19 +31,23 @@ class SkipUpdate:
         """See `Action`."""
         if reason := self.unavailable():
             raise ActionError(reason)
+        if not self._in_force:
+            self._policys_own = self._guard.max_in_a_row
         limit = read.whole(params, "max_consecutive", self._guard.max_in_a_row, at_least=1)
         before = {"max_consecutive": self._guard.max_in_a_row, "was_armed": self._guard.is_armed}
+        reason = f"{self.name}:{next(self._numbers)}"
+        self._in_force[reason] = limit
         self._guard.max_in_a_row = limit
-        self._guard.arm(self.name)
+        self._guard.arm(reason)
         return Applied(
             step=step,
             params=params,
             before=before,
-            expected={"max_consecutive": limit, "after_question": self._guard.consulted},
+            expected={"max_consecutive": limit, "reason": reason, "after_question": self._guard.consulted},
         )
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Armed, and asked by the optimizer's wrapper since: a guard that nobody asks guards nothing."""
+        """Whether the guard is armed and the optimizer's wrapper has asked it since: unasked, it guards nothing."""
         observed = {"armed": self._guard.is_armed, "skipped_total": float(self._guard.total)}
         if not self._guard.is_armed or self._guard.max_in_a_row != applied.expected["max_consecutive"]:
             return ReadBack(ok=False, observed=observed, detail="the guard is not armed as asked")
@@ -49,6 +58,14 @@ class SkipUpdate:
         return ReadBack(ok=True, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """Disarm."""
-        self._guard.disarm(self.name)
-        self._guard.max_in_a_row = applied.before["max_consecutive"]
+        """Drop this reason to guard; those of other actions and of the policy remain, and the latest one's limit."""
+        reason = applied.expected["reason"]
+        if self._in_force.pop(reason, None) is not None:
+            self._guard.disarm(reason)
+            self._guard.max_in_a_row = next(reversed(self._in_force.values()), self._policys_own)
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether the guard no longer has this reason."""
+        is_gone = applied.expected["reason"] not in self._guard.reasons
+        observed = {"armed": self._guard.is_armed}
+        return ReadBack(ok=is_gone, observed=observed, detail="" if is_gone else "the guard is still armed for it")

@@ -1,9 +1,9 @@
-"""Clipping where the model is cut into pipeline stages: the norm is that of all stages' gradients together.
+"""Gradient clipping of a model that is split into pipeline stages: by the norm of all stages' gradients together.
 
-Each stage clips its own parameters, all by the factor that follows from one norm. As in torch, the norm of several
-norms is their vector norm of the same kind. The user's own call goes through the pipeline's process group and waits
-for nothing on the host; what fp8watch clips by itself goes through its own group, where a rank that has left, or does
-not come, holds nobody up (`SharedNorm`).
+Each stage clips its own parameters, all by the same factor, which follows from that one norm. As in torch, the norm of
+several norms is their vector norm of the same order. The user's own call uses the pipeline's process group and does not
+wait on the host. When fp8watch itself clips, it uses its own group, where a rank that has left or does not come blocks
+nobody (`SharedNorm`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 SharedNorm = Callable[[float], "list[float] | None"]
-"""(norm of this stage's gradients) -> the norms of all stages; None: the other ranks cannot be asked any more."""
+"""(norm of this stage's gradients) -> the norms of all stages, or None if the other ranks can no longer be asked."""
 
 Measure = Callable[[list[torch.Tensor], float], torch.Tensor]
-"""(gradients, kind of norm) -> their norm, a 0-d tensor."""
+"""(gradients, order of the norm) -> their norm, a 0-d tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """The pipeline that this rank holds a stage of."""
+    """The pipeline of which this rank holds a stage."""
 
     group: Any
     """Process group with one rank of each stage."""
 
     def norm(self, own: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """The norm over all stages, from this stage's: a collective call of all stages. 0-d, on `own`'s device."""
+        """The norm over all stages, given this stage's: a collective call of all stages. 0-d, on `own`'s device."""
         norms = [torch.zeros_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(norms, own.contiguous(), group=self.group)
-        return together(torch.stack(norms), norm_type)
+        return combine_norms(torch.stack(norms), norm_type)
 
     def clip(
         self,
@@ -45,7 +45,7 @@ class Stages:
         foreach: bool | None,
         measure: Measure,
     ) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` with the norm of all stages. Called by all of them, also by one without
+        """`torch.nn.utils.clip_grad_norm_` with the norm of all stages. Every stage must call it, also one without
         gradients."""
         parameters = list(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -65,7 +65,7 @@ class Stages:
         return norm
 
 
-def together(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of all from the norms of the parts (1-d), as torch combines those of single gradients."""
-    found: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
-    return found
+def combine_norms(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of the whole from the norms of its parts (1-d), as torch combines those of single gradients."""
+    combined: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return combined

@@ -1,8 +1,8 @@
-"""A limit of its own for each gradient tensor: a multiple of what that tensor's norm has been.
+"""A separate limit for each gradient tensor: a multiple of the mean of that tensor's recent norms.
 
-For bursts in single tensors, which a global limit answers by shortening all of them. After AdaGC (arXiv 2502.11034):
-each norm is limited to `ratio` times an exponential mean of the norms after clipping, so that a burst moves its own
-limit by little. While the mean is young the smallest norm seen stands in for it. All of it stays on the device.
+Against bursts in single tensors, where a global limit would shorten all of them. After AdaGC (arXiv 2502.11034): each
+norm is limited to `ratio` times an exponential mean of the norms after clipping, so that a burst hardly moves its own
+limit. In the first updates the smallest norm seen is used instead of the mean. Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import torch
 MEMORY = 0.98
 """Decay of the mean (AdaGC's beta)."""
 YOUNG_UPDATES = 8
-"""Updates in which the smallest norm stands in for the mean: the action may begin in the middle of a burst."""
+"""First updates, in which the smallest norm replaces the mean: the action may begin in the middle of a burst."""
 _numbers = itertools.count(1)
 TINY = 1e-30
-"""Below this a norm is that of no gradient, and sets no limit."""
+"""A norm below this is that of a zero gradient and sets no limit."""
 
 
 class TensorClip:
-    """Limits the norm of each of an optimizer's gradients. Made when the action begins, and forgotten with it."""
+    """Limits the norm of each of an optimizer's gradients. Lives as long as the action that made it."""
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
         self.number = next(_numbers)
-        """Tells this one from others."""
+        """Identifies this object among others of the process."""
         self.updates = 0
-        """Updates that it has been asked about."""
+        """Number of updates so far."""
         self.worst: torch.Tensor | None = None
-        """Largest norm after clipping over its limit, in the last update (0-d); None: no limit was known yet."""
+        """Largest ratio of a norm after clipping to its limit in the last update (0-d); None if it had no gradients."""
         self.num_clipped: torch.Tensor | None = None
-        """Tensors shortened in the last update (0-d)."""
+        """Number of tensors shortened in the last update (0-d); None if it had no gradients."""
         self._mean: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
     def clip(self, parameters: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
-        """Shorten, in place, what is above its limit. `scale`: what the gradients are multiplied with (a GradScaler's
-        that the optimizer takes off by itself); it may change from step to step.
+        """Shorten, in place, every gradient above its limit. `scale`: a factor that the gradients still contain (a
+        GradScaler's, which the optimizer itself removes); it may change from step to step.
 
-        A norm that is not finite neither is shortened nor teaches anything.
+        A gradient whose norm is not finite is neither shortened nor added to the mean.
         """
         held = [p for p in parameters if p.grad is not None and p.grad.numel() and not p.grad.is_sparse]
         self.worst = self.num_clipped = None

@@ -1,29 +1,32 @@
-"""`tighten_clip`: a lower limit on the gradient norm than the user's, for gradients that burst."""
+"""`tighten_clip`: a lower limit on the gradient norm than the user's, against bursts of the gradient."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
 
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
+from fp8watch.actions.clip_control import wants_closure
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.skip_guard import CLOSURE
 from fp8watch.actions.tensor_clip import TensorClip
 from fp8watch.checkpoints.sharding import is_sharded
 from fp8watch.errors import ActionError
 
 SINGLE = "tighten_clip per tensor"
-"""For this the guard against norms that are not finite is armed too."""
+"""The reason under which the per-tensor limit arms the skip guard."""
 NON_FINITE_WINDOW = 4
-"""Recent norms that have to be finite: clipping turns a norm that is not into gradients of 0 or NaN."""
+"""Recent norms that have to be finite: clipping by a norm that is not turns gradients into 0 or NaN."""
 
 
 class TightenClip:
-    """Limit `max_norm`, or `factor` times the limit in force (without one: times the median recent norm); or with
-    `per_tensor` a limit for each gradient tensor, so many times what its own norm has been.
+    """Sets the limit to `max_norm`, or to `factor` times the limit in force (without one: the median recent norm); or,
+    with `per_tensor`, limits each gradient tensor to that many times the mean of its own recent norms.
 
-    While it holds, an update whose norm is not finite is left out.
+    While it is in force, an update whose norm is not finite is skipped.
     """
 
     name = "tighten_clip"
@@ -32,6 +35,9 @@ class TightenClip:
         self._clip = context.clip
         self._skip = context.skip
         self._optimizer = context.optimizer
+        self._limits: dict[int, float] = {}
+        """Limits of the actions that are in force, by the number of each: the lowest applies."""
+        self._numbers = itertools.count(1)
 
     def _why_not_single(self) -> str | None:
         if any(is_sharded(p) for group in self._optimizer.param_groups for p in group["params"]):
@@ -40,11 +46,13 @@ class TightenClip:
 
     def unavailable(self) -> str | None:
         """See `Action`."""
+        if wants_closure(self._optimizer) and self._clip.user_limit is None:
+            return f"{CLOSURE}, and the loop does not clip there with watch.clip_grad_norm_"
         failure = self._clip.failure
         return None if failure is None else f"clipping before the optimizer step failed: {failure}"
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
-        """See `Action`. Refuses while the norm is not finite: no limit repairs that."""
+        """See `Action`. Refuses while the norm is not finite: no limit cures that."""
         if reason := self.unavailable():
             raise ActionError(reason)
         norms = self._clip.recent_norms()
@@ -59,23 +67,31 @@ class TightenClip:
             raise ActionError("a limit of 0 stops training; halt instead")
         if in_force is not None and limit >= in_force:
             raise ActionError(f"a limit of {limit:g} is not below the one in force, {in_force:g}")
-        self._clip.set_limit(limit)
-        self._skip.arm(self.name)
+        number = next(self._numbers)
+        self._limits[number] = limit
+        self._hold_lowest()
         return Applied(
             step=step,
             params=params,
             before={"our_limit": before, "limit": in_force},
-            expected={"limit": limit, "after_clip": self._clip.calls},
+            expected={"limit": limit, "number": number, "after_clip": self._clip.calls},
         )
+
+    def _hold_lowest(self) -> None:
+        self._clip.set_limit(min(self._limits.values(), default=None))
+        if self._limits:
+            self._skip.arm(self.name)
+        else:
+            self._skip.disarm(self.name)
 
     def _apply_to_tensors(self, step: int, params: dict[str, Any]) -> Applied:
         ratio = read.number(params, "per_tensor", at_least=1.0, at_most=100.0)
         if params.get("max_norm") is not None or params.get("factor") is not None:
-            raise ActionError("per_tensor goes alone: a limit of the whole norm is an action of its own")
+            raise ActionError("per_tensor excludes max_norm and factor: a limit of the whole norm is a separate action")
         if reason := self._why_not_single():
             raise ActionError(reason)
         if self._clip.tensors is not None:
-            raise ActionError(f"single tensors are limited already, to {self._clip.tensors.ratio:g} times their norms")
+            raise ActionError(f"single tensors are already limited, to {self._clip.tensors.ratio:g} times their norms")
         self._clip.tensors = TensorClip(ratio)
         self._skip.arm(SINGLE)
         return Applied(
@@ -88,9 +104,9 @@ class TightenClip:
         if self._clip.failure is not None:
             return ReadBack(ok=False, detail=self.unavailable() or "")
         if mine is None or mine.number != applied.expected["begun"]:
-            return ReadBack(ok=False, detail="the limit of single tensors does not stand any more")
+            return ReadBack(ok=False, detail="the limit of single tensors is no longer in force")
         if mine.updates < 2 or mine.worst is None or mine.num_clipped is None:
-            return ReadBack(ok=None, detail="two updates are needed: the first gives the limits of the next")
+            return ReadBack(ok=None, detail="two updates are needed: the first sets the limits of the second")
         worst = float(mine.worst)
         observed = {"per_tensor": mine.ratio, "largest_over_limit": worst, "clipped_tensors": int(mine.num_clipped)}
         if worst > 1.0 + 1e-2:
@@ -109,7 +125,7 @@ class TightenClip:
         return factor * statistics.median(norms)
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """The limit of the last clip, and the norm of what the optimizer got, measured over all its gradients."""
+        """Whether the last clip used the limit and the norm that the optimizer got, over all gradients, is below it."""
         if "per_tensor" in applied.expected:
             return self._read_back_tensors(applied)
         limit = applied.expected["limit"]
@@ -133,15 +149,23 @@ class TightenClip:
         return ReadBack(ok=True, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """Back to the limit that held before; a later one of ours stays."""
+        """Take this limit away; the lowest of those that other actions have set remains."""
         if "per_tensor" in applied.expected:
             if self._clip.tensors is not None and self._clip.tensors.number == applied.expected["begun"]:
                 self._clip.tensors = None
                 self._skip.disarm(SINGLE)
             return
-        if self._clip.limit != applied.expected["limit"]:
-            return
-        before = applied.before["our_limit"]
-        self._clip.set_limit(before)
-        if before is None:
-            self._skip.disarm(self.name)
+        if self._limits.pop(applied.expected["number"], None) is not None:
+            self._hold_lowest()
+
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        """Whether the limit is gone from the control, and from the clips made since."""
+        if "per_tensor" in applied.expected:
+            mine = self._clip.tensors
+            is_gone = mine is None or mine.number != applied.expected["begun"]
+            return ReadBack(ok=is_gone, detail="" if is_gone else "single tensors are still limited")
+        limit, rest = applied.expected["limit"], min(self._limits.values(), default=None)
+        observed = {"limit": self._clip.limit}
+        if self._clip.limit != rest or applied.expected["number"] in self._limits:
+            return ReadBack(ok=False, observed=observed, detail=f"the limit of {limit:g} is still in force")
+        return ReadBack(ok=True, observed=observed)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -46,12 +47,50 @@ def sum_bits(tensors: Iterable[torch.Tensor]) -> str:
     Reads the data twice and no more, which is what makes it fit into the time of a rollback; a device is waited for
     once.
     """
-    parts = [weigh(words) for tensor in tensors if (words := _words(local_of(tensor))) is not None]
-    if not parts:
+    sums = [value for value in _sums(tensors) if value is not None]
+    if not sums:
         return "0" * 16
+    return hashlib.blake2b(b"".join(value.to_bytes(8, "big") for value in sums), digest_size=8).hexdigest()
+
+
+def sum_each(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """As `sum_bits`, of each tensor by itself, with its shape and dtype: what to call its contents by."""
+    kept = [local_of(tensor) for tensor in tensors]
+    pairs = zip(_sums(kept), kept, strict=True)
+    return [
+        hashlib.blake2b(f"{value} {tensor.dtype} {list(tensor.shape)}".encode(), digest_size=8).hexdigest()
+        for value, tensor in pairs
+    ]
+
+
+def sum_nested(value: Any) -> str:
+    """Of plain containers with tensors and plain values in them: equal for equal contents, hexadecimal, 64 bit."""
+    tensors: list[torch.Tensor] = []
+    form = _form(value, tensors)
+    return hashlib.blake2b(f"{form} {sum_each(tensors)}".encode(), digest_size=8).hexdigest()
+
+
+def _form(value: Any, tensors: list[torch.Tensor]) -> str:
+    """All but the tensors, which are collected."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return "T"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_form(item, tensors)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_form(item, tensors) for item in value)}]"
+    return repr(sorted(value, key=repr)) if isinstance(value, set) else repr(value)
+
+
+def _sums(tensors: Iterable[torch.Tensor]) -> list[int | None]:
+    """The weighted sum of each, None for an empty one. Devices are waited for once."""
+    words = [_words(local_of(tensor)) for tensor in tensors]
+    parts = [weigh(item) for item in words if item is not None]
+    if not parts:
+        return [None] * len(words)
     first = parts[0].device
-    sums = torch.stack([part.to(first) for part in parts]).tolist()
-    return hashlib.blake2b(b"".join((value & _MASK).to_bytes(8, "big") for value in sums), digest_size=8).hexdigest()
+    sums = iter(torch.stack([part.to(first) for part in parts]).tolist())
+    return [None if item is None else next(sums) & _MASK for item in words]
 
 
 def _words(data: torch.Tensor) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ class Checkpoints:
     """
 
     path: str | Path
-    """Directory of all checkpoints of a run and of their ledger; made when it is absent."""
+    """Directory of all checkpoints of a run and of their ledger; made when it is absent. One run at a time uses it."""
     every: int | None = None
     """Optimizer steps between two checkpoints; None: only when an action asks for one."""
     keep: int = 5
@@ -25,7 +25,8 @@ class Checkpoints:
     """Steps without an act finding after which a candidate may be called good (the settling window after a resume)."""
     format: Literal["torch", "dcp"] = "torch"
     """torch: `torch.save`, one file a rank (one for all where ranks hold copies). dcp: `torch.distributed.checkpoint`,
-    which a run with another number of ranks can read, sharded models too."""
+    which a run with another number of ranks can read, sharded models too, unless ranks held different tensors under one
+    name (split by hand)."""
     background: bool = False
     """dcp only: write while training goes on, from a copy of model and optimizer in host memory (its size is said
     before the first one is made). Pending until durable; a save that is not done when the next is due is waited for."""

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from fp8watch.checkpoints import also as also_parts
 from fp8watch.checkpoints import rng
-from fp8watch.checkpoints.checksum import parameter_checksum
+from fp8watch.checkpoints.checksum import parameter_checksum, sum_nested
 from fp8watch.checkpoints.manifest import FORMAT_VERSION, FileEntry, Manifest, RankPart
 from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.checkpoints.place import Place, core
@@ -29,6 +30,12 @@ class Captured:
     """One rank's state by file, and what of it is missing."""
 
     files: dict[str, Any]
+    common: dict[str, Any] = field(default_factory=dict)
+    """Files called by their contents, which another rank may be writing already."""
+    optimizer_file: str = ""
+    """Which of them holds this rank's optimizer."""
+    also_file: str = ""
+    """Which of `files` or `common` holds what else attach was given."""
     present: list[str]
     absent: dict[str, str] = field(default_factory=dict)
     samples: int = 0
@@ -60,15 +67,38 @@ def capture(parts: TrainingParts, place: Place, *, with_weights: bool = True) ->
         samples = parts.data.samples
     present = ["model", "optimizer", *state]
     files: dict[str, Any] = {}
-    if with_weights and place.saves_weights:
-        files[place.model_file] = model_state(parts.model)
-        files[place.optimizer_file] = to_plain(parts.optimizer.state_dict(), "optimizer")
-    elif with_weights:
-        state[OWN] = own_state(parts.model)
+    common: dict[str, Any] = {}
+    optimizer_file = ""
+    if with_weights:
+        optimizer = to_plain(parts.optimizer.state_dict(), "optimizer")
+        if place.layout == "replicas":
+            optimizer_file = place.optimizer_file(_sum_or_rank(optimizer, place.rank))
+            common[optimizer_file] = optimizer
+        else:
+            files[place.optimizer_file()] = optimizer
+        if place.saves_weights:
+            files[place.model_file] = model_state(parts.model)
+        else:
+            state[OWN] = own_state(parts.model)
     files[place.state_file] = state
+    also_file = ""
+    if parts.also:
+        also = also_parts.capture(parts.also)
+        also_file = place.also_file(_sum_or_rank(also, place.rank) if place.layout == "replicas" else "")
+        (common if place.layout == "replicas" else files)[also_file] = also
+        present.append("also")
     return Captured(
-        files=files, present=present, absent=absent, samples=samples, rng_sha256=rng_digest(state["rng"])
+        files=files, common=common, optimizer_file=optimizer_file, also_file=also_file, present=present,
+        absent=absent, samples=samples, rng_sha256=rng_digest(state["rng"]),
     )  # fmt: skip
+
+
+def _sum_or_rank(state: dict[str, Any], rank: int) -> str:
+    """What to call a rank's state by; tensors that cannot be summed up are each rank's own."""
+    try:
+        return sum_nested(state)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return f"{rank:05d}"
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -99,6 +129,8 @@ def describe_part(
         parameter_checksum=checksum or parameter_checksum(parts.model),
         is_finite=is_finite,
         rng_sha256=captured.rng_sha256,
+        optimizer_file=captured.optimizer_file,
+        also_file=captured.also_file,
         files=files,
     )
 

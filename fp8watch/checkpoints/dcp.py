@@ -1,6 +1,9 @@
 """Model and optimizer through `torch.distributed.checkpoint`: shards that another number of ranks can read.
 
-Tensors go by the name of their parameter, so that optimizer state finds its place under another sharding too. What is
+Tensors go by the name of their parameter, so that optimizer state finds its place under another sharding too. Of
+several tensors of one name torch keeps one. So a name that ranks may hold different tensors under says which is meant:
+a tensor that is no DTensor (split by hand, an expert's, local SGD) by its contents, a DTensor that lies on some ranks
+only by these. Equal ones are kept once, and each rank finds its own. What is
 read is read into copies, without a collective call (each rank plans its own reads from the metadata): a rank that
 cannot read leaves nobody waiting, and live tensors are overwritten by `copy_` only when all is there.
 """
@@ -8,10 +11,13 @@ cannot read leaves nobody waiting, and live tensors are overwritten by `copy_` o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +25,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as torch_dcp
 
+from fp8watch.checkpoints.aside import later
+from fp8watch.checkpoints.checksum import sum_each
 from fp8watch.checkpoints.dcp_reader import TensorReader
 from fp8watch.checkpoints.files import measure
 from fp8watch.checkpoints.manifest import FileEntry
+from fp8watch.checkpoints.optimizer_state import placed, whose_steps_follow
 from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.checkpoints.place import Place, core
 from fp8watch.checkpoints.plain import to_plain
 from fp8watch.checkpoints.sharding import is_sharded, local_of
-from fp8watch.checkpoints.storage import Poll, Restore
+from fp8watch.checkpoints.storage import Poll, Prepared, Restore, Unfit
 from fp8watch.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 FOLDER = "dcp"
+VARIANT = "@"
+"""Between a tensor's name and which one of that name it is."""
 _dcp: Any = torch_dcp
 """What torch gives incomplete types for."""
 
@@ -44,35 +55,59 @@ class DcpStorage:
     def __init__(self, *, background: bool) -> None:
         self._background = background
         self._group: Any = None
-        self._last: Any = None
+        self._last: Future[dict[str, FileEntry]] | None = None
         self._has_said = False
 
-    def save(self, folder: Path, parts: TrainingParts, place: Place) -> Poll:
-        """A collective call of all ranks."""
+    def prepare(self, folder: Path, parts: TrainingParts, place: Place) -> Prepared:
+        """See `Storage`."""
         if self._last is not None:
             self._last.exception()  # one at a time: its collective calls must not meet ours
             self._last = None
         target = folder / FOLDER
         target.mkdir(exist_ok=True)
-        state = tensors_of(parts)
+        kept = self.kept(parts)
+        variants = kept["variants"]
+        state = {variants.get(name, name): tensor for name, tensor in tensors_of(parts).items()}
         is_alone = place.world_size == 1
-        if not is_alone and self._group is None:
-            self._group = dist.new_group(backend="gloo")
         writer = _dcp.FileSystemWriter(target, single_file_per_rank=True, sync_files=True)
         if not self._background:
-            self._write(state, writer, is_alone=is_alone)
-            return lambda: _own_files(target, place)
+            return Prepared(kept=kept, begin=lambda: self._in_front(state, writer, target, place))
         copied = {name: _copy(tensor) for name, tensor in state.items()}
-        self._say(sum(local_of(tensor).nbytes for tensor in copied.values()))
-        future = self._last = _later(lambda: self._write(copied, writer, is_alone=is_alone))
 
-        def poll() -> dict[str, FileEntry] | None:
-            if not future.done():
-                return None
-            future.result()
+        def work() -> dict[str, FileEntry]:
+            self._write(copied, writer, is_alone=is_alone)
             return _own_files(target, place)
 
-        return poll
+        # The thread is there before anybody begins: a rank that cannot have one must not leave the others waiting.
+        may_begin = threading.Event()
+        future = later(work, after=may_begin)
+
+        def begin() -> Poll:
+            try:
+                self._meet(is_alone=is_alone)
+            except BaseException:
+                cancel()
+                raise
+            self._say(sum(local_of(tensor).nbytes for tensor in copied.values()))
+            self._last = future
+            may_begin.set()
+            return lambda: future.result() if future.done() else None
+
+        def cancel() -> None:
+            future.cancel()
+            may_begin.set()
+
+        return Prepared(kept=kept, begin=begin, cancel=cancel)
+
+    def _in_front(self, state: dict[str, torch.Tensor], writer: Any, target: Path, place: Place) -> Poll:
+        is_alone = place.world_size == 1
+        self._meet(is_alone=is_alone)
+        self._write(state, writer, is_alone=is_alone)
+        return lambda: _own_files(target, place)
+
+    def _meet(self, *, is_alone: bool) -> None:
+        if not is_alone and self._group is None:
+            self._group = dist.new_group(backend="gloo")
 
     def _write(self, state: dict[str, torch.Tensor], writer: Any, *, is_alone: bool) -> None:
         with _quietly():
@@ -90,7 +125,7 @@ class DcpStorage:
             )  # fmt: skip
 
     def kept(self, parts: TrainingParts) -> dict[str, Any]:
-        """Groups of the optimizer, and which tensors belong to which parameter."""
+        """Groups of the optimizer, which tensors belong to which parameter, and what they go by (`variants`)."""
         names = _names(parts)
         saved = parts.optimizer.state_dict()
         layout: dict[str, Any] = {}
@@ -102,24 +137,34 @@ class DcpStorage:
                 else:
                     entries[key] = {"shape": list(value.shape), "dtype": value.dtype}
             layout[names[index]] = entries
-        return {"groups": to_plain(saved["param_groups"], "optimizer"), "layout": layout}
+        return {
+            "groups": to_plain(saved["param_groups"], "optimizer"), "layout": layout, "variants": _variants(parts),
+        }  # fmt: skip
 
-    def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any]) -> Restore:
+    def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any], *, is_same_world: bool = True) -> Restore:
         """See `Storage`."""
         names = _names(parts)
         sizes = [len(group["params"]) for group in parts.optimizer.param_groups]
         if sizes != [len(group["params"]) for group in kept["groups"]] or set(kept["layout"]) - set(names):
-            raise CheckpointError("the optimizer is another one: its groups or parameters differ")
+            raise Unfit("the optimizer is another one: its groups or parameters differ")
+        variants: dict[str, str] = kept.get("variants", {})
         model = {f"model.{name}": p for name, p in core(parts.model).named_parameters()}
-        wanted = {name: torch.empty_like(p.detach()) for name, p in model.items()}
+        wanted: dict[str, torch.Tensor] = {name: torch.empty_like(p.detach()) for name, p in model.items()}
         live = dict(zip(names, _parameters(parts), strict=True))
         for name, entries in kept["layout"].items():
             for key, entry in entries.items():
                 if "shape" in entry:
                     wanted[f"optimizer.{name}.{key}"] = _empty(entry, live[name])
         try:
+            reader = TensorReader(folder / FOLDER)
+            own = None if is_same_world else _held_by_some(reader.read_metadata().state_dict_metadata)
+            if own is not None:
+                raise Unfit(f"{own} was another one on other ranks, and here are more or fewer of them")
             with _quietly():
-                _dcp.load(wanted, storage_reader=TensorReader(folder / FOLDER), no_dist=True)
+                named = {variants.get(name, name): tensor for name, tensor in wanted.items()}
+                _dcp.load(named, storage_reader=reader, no_dist=True)
+        except Unfit:
+            raise
         except (Exception, _dcp.CheckpointException) as error:  # a planner's, a reader's or a pickle's; no Exception
             raise CheckpointError(f"{folder.name}/{FOLDER} cannot be loaded: {error}") from error
 
@@ -149,6 +194,36 @@ def tensors_of(parts: TrainingParts) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 found[f"optimizer.{names[index]}.{key}"] = value.detach()
     return found
+
+
+def _variants(parts: TrainingParts) -> dict[str, str]:
+    """Name of a tensor -> what it goes by, where ranks may hold different ones under that name."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks == 1:
+        return {}
+    tensors = tensors_of(parts)
+    plain = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
+    try:
+        found = dict(zip(plain, sum_each(plain.values()), strict=True))
+    except (RuntimeError, TypeError, NotImplementedError):  # a kind of tensor that cannot be summed up
+        found = dict.fromkeys(plain, f"rank-{dist.get_rank()}")
+    for name in tensors.keys() - plain.keys():
+        mesh: Any = tensors[name]
+        held_by = sorted(mesh.device_mesh.mesh.flatten().tolist())
+        if len(held_by) < ranks:
+            found[name] = hashlib.blake2b(repr(held_by).encode(), digest_size=8).hexdigest()
+    return {name: f"{name}{VARIANT}{which}" for name, which in found.items()}
+
+
+def _held_by_some(names: Iterable[str]) -> str | None:
+    """A tensor that not all ranks which saved it had the same of."""
+    seen: set[str] = set()
+    for name in names:
+        base, mark, _ = name.rpartition(VARIANT)
+        if mark and base in seen:
+            return base
+        seen.add(base)
+    return None
 
 
 def _parameters(parts: TrainingParts) -> list[torch.Tensor]:
@@ -182,6 +257,7 @@ def _copy(tensor: torch.Tensor) -> Any:
 def _restore_optimizer(
     optimizer: torch.optim.Optimizer, kept: dict[str, Any], found: dict[str, torch.Tensor], live: dict[str, Any]
 ) -> None:
+    capturable = whose_steps_follow(optimizer)
     for name, parameter in live.items():
         entries = kept["layout"].get(name)
         if entries is None:
@@ -193,12 +269,11 @@ def _restore_optimizer(
         for key, entry in entries.items():
             value = found.get(f"optimizer.{name}.{key}")
             current = state.get(key)
-            if value is None:
-                state[key] = entry["value"]
-            elif isinstance(current, torch.Tensor) and current.shape == value.shape:
+            if value is not None and isinstance(current, torch.Tensor) and current.shape == value.shape:
                 current.copy_(value)
             else:
-                state[key] = value
+                value = entry["value"] if value is None else value
+                state[key] = placed(value, key, parameter, steps_follow=parameter in capturable)
     for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
         for key, value in saved.items():
             if key == "params":
@@ -217,19 +292,3 @@ def _own_files(target: Path, place: Place) -> dict[str, FileEntry]:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     return {f"{FOLDER}/{path.name}": measure(path) for path in own}
-
-
-def _later(work: Any) -> Any:
-    from concurrent.futures import Future
-    from threading import Thread
-
-    future: Any = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, name="fp8watch-save", daemon=True).start()
-    return future

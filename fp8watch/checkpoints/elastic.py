@@ -3,7 +3,7 @@
 Only where ranks hold copies. A rank that has no part of its own takes that of rank r modulo N, but not its random
 state (two ranks must not draw the same numbers) and, under a sampler that deals samples out to ranks, not its place:
 the samples consumed by all ranks together are dealt out anew, rounded down, so that a few are seen twice and none
-is left out.
+is left out. Other loaders' positions cannot be, which is said.
 """
 
 from __future__ import annotations
@@ -30,8 +30,30 @@ def place_in(manifest: Manifest, rank: int, world_size: int) -> Place:
             f"{manifest.checkpoint}: sharded over {manifest.world_size} ranks, here are {world_size}; "
             'Checkpoints(format="dcp") can be read by another number of ranks'
         )
+    for what, files in (
+        ("optimizer state", {part.optimizer_file for part in manifest.ranks}),
+        ("state given as also=", {part.also_file for part in manifest.ranks}),
+    ):
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{manifest.checkpoint}: each of {manifest.world_size} ranks had {what} of its own, here are "
+                f"{world_size}: whose belongs to which is not known"
+            )
     layout: Layout = manifest.layout
     return Place(rank=rank % manifest.world_size, world_size=manifest.world_size, layout=layout)
+
+
+def optimizer_file(manifest: Manifest, place: Place) -> str:
+    """The file with the optimizer of the rank at that place."""
+    part = next((part for part in manifest.ranks if part.rank == place.rank), None)
+    return (part.optimizer_file if part is not None else "") or place.optimizer_file()
+
+
+def also_file(manifest: Manifest, place: Place) -> str:
+    """The file with what else the rank at that place was given to save; empty: nothing."""
+    if not manifest.ranks:
+        return place.also_file() if "also" in manifest.parts else ""
+    return next((part.also_file for part in manifest.ranks if part.rank == place.rank), "")
 
 
 def adapt(state: dict[str, Any], manifest: Manifest, rank: int, world_size: int) -> list[str]:
@@ -67,7 +89,13 @@ def _deal_out(data: dict[str, Any], saved: int, world_size: int) -> str:
     epoch_state = data.get("epoch_state")
     is_dealt = isinstance(epoch_state, dict) and epoch_state.get("sampler_epoch") is not None
     if not is_dealt or "index" not in data:
+        if world_size > saved:
+            return (
+                "the data position cannot be dealt out anew: each rank goes on where another was in its own data, and "
+                "of data that is dealt out to ranks a part of this epoch is never seen"
+            )
         return "each rank goes on where that of the same number was in its data; samples may be seen twice"
+    data.pop("loader", None)  # a loader's own state is that of as many ranks
     for key in ("index", "samples", "skipped_samples"):
         data[key] = int(data.get(key, 0)) * saved // world_size
     return f"the epoch goes on after {data['index']} batches a rank"

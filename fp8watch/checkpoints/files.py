@@ -125,7 +125,9 @@ def check_sizes(folder: Path, files: dict[str, FileEntry]) -> None:
             raise CheckpointError(f"{folder.name}/{name}: {size} bytes, the manifest says {entry.bytes}")
 
 
-def verify(folder: Path, files: dict[str, FileEntry], *, is_quick: bool = False) -> None:
+def verify(
+    folder: Path, files: dict[str, FileEntry], *, is_quick: bool = False, max_threads: int = _MAX_THREADS
+) -> None:
     """Compare every file with its size and sum, `is_quick`: with the quick one where that is known.
 
     Raises `CheckpointError` naming the first that differs.
@@ -144,7 +146,8 @@ def verify(folder: Path, files: dict[str, FileEntry], *, is_quick: bool = False)
                 raise CheckpointError(f"{folder.name}/{name}: its contents do not match the manifest's sum")
         files = {name: entry for name, entry in files.items() if name not in quick}
     try:
-        found = _hash([(folder / name, entry.bytes, entry.piece_bytes) for name, entry in files.items()])
+        pieces = [(folder / name, entry.bytes, entry.piece_bytes) for name, entry in files.items()]
+        found = _hash(pieces, max_threads)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder.name} cannot be read: {error}") from error
     for (name, entry), digest in zip(files.items(), found, strict=True):
@@ -152,10 +155,10 @@ def verify(folder: Path, files: dict[str, FileEntry], *, is_quick: bool = False)
             raise CheckpointError(f"{folder.name}/{name}: its contents do not match the manifest's SHA-256")
 
 
-def _hash(files: list[tuple[Path, int, int]]) -> list[str]:
+def _hash(files: list[tuple[Path, int, int]], max_threads: int = _MAX_THREADS) -> list[str]:
     """Sums of (path, size, bytes a piece or 0), computed by as many threads as there are cores for this process."""
     pieces = [(path, start, length) for path, size, piece in files for start, length in _pieces(size, piece)]
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
+    threads = min(max_threads, len(os.sched_getaffinity(0)), len(pieces))
     if threads < 2:
         digests = iter([_hash_piece(*piece) for piece in pieces])
     else:

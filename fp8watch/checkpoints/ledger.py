@@ -18,6 +18,9 @@ from fp8watch.records import CheckpointLabel, CheckpointRecord
 
 logger = logging.getLogger(__name__)
 NAME = "ledger.json"
+COPY = ".ledger-copy.json"
+"""The same again: what it says of checkpoints stands nowhere else."""
+LOST = "labels are lost, folders are taken as candidates"
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,23 +116,28 @@ class Ledger:
         self._contents = contents
         if not self._is_writer:
             return
+        data = msgspec.json.format(msgspec.json.encode(contents), indent=2) + b"\n"
         try:
-            replace_file(
-                self._root / NAME, msgspec.json.format(msgspec.json.encode(contents), indent=2) + b"\n", durable=True
-            )
+            replace_file(self._root / NAME, data, durable=True)
         except OSError as error:
             raise CheckpointError(f"ledger cannot be written: {error}") from error
+        try:
+            replace_file(self._root / COPY, data, durable=False)
+        except OSError as error:
+            logger.debug("the ledger has no copy: %s", error)
 
     def _open(self) -> None:
         path = self._root / NAME
         contents = Contents()
         if not self._is_writer and not path.exists() and self._contents.checkpoints:
             return  # seen before: a file system that is slow to show what was replaced
-        if path.exists():
-            try:
-                contents = msgspec.json.decode(path.read_bytes(), type=Contents)
-            except (OSError, msgspec.DecodeError, ValueError) as error:
-                self.notes.append(f"{path} cannot be read ({error}): labels are lost, folders are taken as candidates")
+        try:
+            contents = _read(path)
+        except FileNotFoundError:
+            contents = self._copied(Contents())
+        except (OSError, msgspec.DecodeError, ValueError) as error:
+            self.notes.append(f"{path} cannot be read ({error}): its copy is used")
+            contents = self._copied(None)
         kept = [record for record in contents.checkpoints if (self._root / record.checkpoint / manifests.NAME).exists()]
         known = {record.checkpoint for record in kept}
         adopted: list[CheckpointRecord] = []
@@ -142,23 +150,43 @@ class Ledger:
                 self.notes.append(f"left aside: {error}")
         records = kept + sorted(adopted, key=lambda record: record.time_unix)
         # Label `pending` means a process ended while it saved; the folder is complete or it would not be here.
-        records = [
-            msgspec.structs.replace(record, label="candidate") if record.label == "pending" else record
-            for record in records
-        ]
+        records = [self._completed(record) if record.label == "pending" else record for record in records]
         self._contents = msgspec.structs.replace(contents, checkpoints=records)
+
+    def _copied(self, default: Contents | None) -> Contents:
+        """What the copy holds; without one `default`, and if that is None, nothing, which is said."""
+        try:
+            return _read(self._root / COPY)
+        except (OSError, msgspec.DecodeError, ValueError):
+            if default is None:
+                self.notes[-1] = self.notes[-1].removesuffix("its copy is used") + LOST
+            return default or Contents()
+
+    def _completed(self, record: CheckpointRecord) -> CheckpointRecord:
+        folder = self._root / record.checkpoint
+        try:
+            return to_record(manifests.read(folder), folder, reason=record.reason)
+        except CheckpointError as error:  # whoever wants to load it finds out the same, and says it
+            self.notes.append(str(error))
+            return msgspec.structs.replace(record, label="candidate")
+
+
+def _read(path: Path) -> Contents:
+    return msgspec.json.decode(path.read_bytes(), type=Contents)
 
 
 def to_record(manifest: manifests.Manifest, folder: Path, *, reason: str = "") -> CheckpointRecord:
-    """A manifest as the ledger's record, labelled candidate; not for a pending one, which has none yet."""
+    """A manifest as the ledger's record, labelled candidate, or tainted where the manifest says what is wrong with it;
+    not for a pending one, which has none yet."""
+    spoilt = manifests.spoilt(manifest)
     return CheckpointRecord(
         run=manifest.run,
         attempt=manifest.attempt,
         checkpoint=manifest.checkpoint,
         step=manifest.step,
         path=str(folder),
-        label="candidate",
-        reason=reason,
+        label="candidate" if spoilt is None else "tainted",
+        reason=reason if spoilt is None else spoilt,
         has_data_position=manifest.data_position_included,
         samples=manifest.samples,
         time_unix=manifest.time_unix,

@@ -12,32 +12,29 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from fp8watch.checkpoints import rotation
+from fp8watch.checkpoints import rotation, space
 from fp8watch.checkpoints.config import Checkpoints
 from fp8watch.checkpoints.ledger import Ledger, Rollback, to_record
-from fp8watch.checkpoints.manifest import Manifest
+from fp8watch.checkpoints.owner import Owner
 from fp8watch.checkpoints.parts import TrainingParts
-from fp8watch.checkpoints.place import Place, layout_of, unsupported
+from fp8watch.checkpoints.place import Place, Unsupported, layout_of, unsupported
 from fp8watch.checkpoints.restore import Loaded, RestoreReport, Unfit, check, load_verified, put_back
-from fp8watch.checkpoints.space import expected_bytes, shortage
 from fp8watch.checkpoints.storage import storage_of
 from fp8watch.checkpoints.targets import resume_candidates, rollback_target
+from fp8watch.checkpoints.together import Beginning, Together
 from fp8watch.checkpoints.trial import MAX_TRIALS, Trial
 from fp8watch.checkpoints.underway import Underway
 from fp8watch.errors import CheckpointError
 from fp8watch.records import CheckpointLabel, CheckpointRecord
 
 logger = logging.getLogger(__name__)
-
-DOOMED_POLLS = 8
-"""Boundaries at which a folder that was given up is removed again: other ranks may still be writing into it."""
 
 
 class CheckpointManager:
@@ -54,8 +51,13 @@ class CheckpointManager:
         monotonic: Callable[[], float] = time.monotonic,
         rank: int = 0,
         world_size: int = 1,
+        together: Together | None = None,
     ) -> None:
-        """Makes the root directory and reads its ledger. Raises `CheckpointError` when it cannot be used."""
+        """Makes the root directory and reads its ledger. `together`: how ranks settle that all of them begin a save.
+
+        Raises `CheckpointError` when it cannot be used or another run uses it, `Unsupported` when no checkpoint could
+        hold this model or optimizer.
+        """
         self.config = config
         self.parts = parts
         self.root = Path(config.path).absolute()
@@ -66,16 +68,19 @@ class CheckpointManager:
         self._every = config.every
         self._storage = storage_of(config)
         if reason := (None if config.save is not None else unsupported(parts.model, parts.optimizer, world_size)):
-            raise CheckpointError(reason)
+            raise Unsupported(reason)
+        self._beginning = Beginning(self._storage, together, world_size)
         self._trial = Trial(self.root)
         self._underway: list[Underway] = []
         self._newest: CheckpointRecord | None = None
-        self._doomed: dict[Path, int] = {}
+        self._doomed = rotation.Doomed()
         self.on_change: Callable[[CheckpointRecord], None] = lambda record: None
         """Called with every record that is new or has another label."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            if self.is_writer:
+            self._owner = Owner(self.root, run) if self.is_writer else None
+            if self._owner is not None:
+                weakref.finalize(self, self._owner.release)
                 rotation.clear_unfinished(self.root)
             self.ledger = Ledger(self.root, is_writer=self.is_writer)
         except OSError as error:
@@ -98,20 +103,15 @@ class CheckpointManager:
     @property
     def notes(self) -> list[str]:
         """What was found amiss on opening, for the person who trains."""
-        return [*self.ledger.notes, *self._space_notes()]
-
-    def _space_notes(self) -> list[str]:
-        if not self.is_writer or self.config.save is not None:  # of a user's own format nothing is known
-            return []
-        model, optimizer = self.parts.model, self.parts.optimizer
-        place = Place(world_size=self.world_size, layout=layout_of(model, optimizer, self.world_size))
-        try:
-            one = expected_bytes(model, optimizer, place)
-            note = shortage(self.root, self.config, one, len(self.ledger.checkpoints))
-        except (OSError, RuntimeError) as error:  # a model on no device yet
-            logger.debug("free space was not looked at: %s", error)
-            return []
-        return [] if note is None else [note]
+        found = list(self.ledger.notes)
+        if self._owner is not None and self._owner.note:
+            found.append(self._owner.note)
+        if self.is_writer and self.config.save is None:  # of a user's own format nothing is known
+            layout = layout_of(self.parts.model, self.parts.optimizer, self.world_size)
+            place = Place(world_size=self.world_size, layout=layout)
+            note = space.note(self.root, self.config, self.parts, place, held=len(self.ledger.checkpoints))
+            found += [note] if note is not None else []
+        return found
 
     def records(self) -> list[CheckpointRecord]:
         """Every checkpoint, in the order of saving."""
@@ -157,12 +157,12 @@ class CheckpointManager:
         Raises `CheckpointError`; what was there before is untouched then.
         """
         attempt = self._attempt()
-        if self._newest is not None and (self._newest.attempt, self._newest.step) == (attempt, step):
-            return self._newest  # not in the ledger of a rank that only reads it, as long as it is pending
-        for record in self.records():
-            if (record.run, record.attempt, record.step) == (self._run, attempt, step) and record.label != "tainted":
-                return record
-        name = self._free_name(step, attempt)
+        ask = self._beginning.question(attempt, step)
+        known = self._saved_before(attempt, step)
+        if known is not None:
+            ask(f"{known.checkpoint} is saved already")  # another rank may think otherwise
+            return known
+        name = rotation.free_name(self.root, step, attempt)
         layout = layout_of(self.parts.model, self.parts.optimizer, self.world_size)
         suffix = os.getpid() if layout == "whole" else "ranks"
         saving = Underway(
@@ -171,9 +171,10 @@ class CheckpointManager:
             started=self._monotonic(),
         )  # fmt: skip
         if saving.folder in self._doomed:
-            raise CheckpointError(f"checkpoint of step {step} was given up a moment ago")
+            ask(given_up := f"checkpoint of step {step} was given up a moment ago")
+            raise CheckpointError(given_up)
         try:
-            saving.begin(self.parts, self._storage)
+            saving.begin(self.parts, self._storage, ask)
         except CheckpointError:
             self._doom(saving)
             raise
@@ -191,6 +192,14 @@ class CheckpointManager:
             self._newest = None
         return pending
 
+    def _saved_before(self, attempt: int, step: int) -> CheckpointRecord | None:
+        if self._newest is not None and (self._newest.attempt, self._newest.step) == (attempt, step):
+            return self._newest  # not in the ledger of a rank that only reads it, as long as it is pending
+        for record in self.records():
+            if (record.run, record.attempt, record.step) == (self._run, attempt, step) and record.label != "tainted":
+                return record
+        return None
+
     @property
     def pending(self) -> list[str]:
         """Checkpoints that are being saved."""
@@ -199,11 +208,7 @@ class CheckpointManager:
     def poll(self) -> None:
         """At each boundary: go on with what is being saved. Raises `CheckpointError` when one never will be."""
         self._trial.passed()
-        for folder in list(self._doomed) if self.is_writer else ():
-            shutil.rmtree(folder, ignore_errors=True)
-            self._doomed[folder] -= 1
-            if self._doomed[folder] <= 0:
-                del self._doomed[folder]
+        self._doomed.poll()
         for saving in self._underway[:]:
             self._advance(saving)
 
@@ -217,7 +222,16 @@ class CheckpointManager:
             self._forget(checkpoint, "another rank could not save its part")
 
     def close(self, seconds: float) -> None:
-        """Wait, within limits, for what is being saved. A run that ends in order has not died of what it loaded."""
+        """Wait, within limits, for what is being saved. A run that ends in order has not died of what it loaded.
+
+        Nothing is saved afterwards: another run may write into the directory."""
+        try:
+            self._finish(seconds)
+        finally:
+            if self._owner is not None:
+                self._owner.release()
+
+    def _finish(self, seconds: float) -> None:
         self._trial.passed()
         deadline = time.monotonic() + seconds
         while self._underway:
@@ -246,8 +260,6 @@ class CheckpointManager:
         known = {item.checkpoint: item for item in self.ledger.checkpoints}.get(record.checkpoint)
         if known is not None and known.label == "tainted":
             record = msgspec.structs.replace(record, label="tainted", reason=known.reason)
-        elif spoilt := _spoilt(written):
-            record = msgspec.structs.replace(record, label="tainted", reason=spoilt)
         self.ledger.put(record)
         self.on_change(record)
         for gone in rotation.rotate(self.ledger, self.config.keep):
@@ -256,7 +268,7 @@ class CheckpointManager:
 
     def _doom(self, saving: Underway) -> None:
         if self.is_writer:
-            self._doomed[saving.folder] = DOOMED_POLLS
+            self._doomed.add(saving.folder)
 
     def _forget(self, checkpoint: str, why: str) -> None:
         """A pending checkpoint that never will be one."""
@@ -379,22 +391,3 @@ class CheckpointManager:
         )
         if failures:
             raise failures[0]
-
-    def _free_name(self, step: int, attempt: int) -> str:
-        name = f"step-{step:08d}-attempt-{attempt}"
-        suffix = 1
-        while (self.root / name).exists():
-            suffix += 1
-            name = f"step-{step:08d}-attempt-{attempt}-{suffix}"
-        return name
-
-
-def _spoilt(saved: Manifest) -> str | None:
-    """Why nobody may go back to what was saved: parameters that are no numbers, or copies of a model that are none."""
-    if saved.not_finite:
-        return f"parameters of rank {saved.not_finite[0]} are not finite"
-    checksums = [part.parameter_checksum for part in saved.ranks]
-    if saved.layout != "replicas":
-        return None
-    other = next((rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]), None)
-    return None if other is None else f"parameters of rank {other} are not those of rank 0"

@@ -45,6 +45,10 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     """Whether they are all numbers."""
     rng_sha256: str = ""
     """Digest of its own random state."""
+    optimizer_file: str = ""
+    """Among copies: the file that holds this rank's optimizer state, called by its contents; equal states share one."""
+    also_file: str = ""
+    """The file that holds what else this rank was given to save; empty: nothing."""
     files: dict[str, FileEntry] = {}
 
 
@@ -84,6 +88,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that held a parameter that is not finite: saved all the same, and no target."""
     manifest_sha256: str = ""
     """Sum of the manifest's JSON with this field empty: a flipped bit in a number is noticed, too."""
+
+
+def share_of(manifest: Manifest, rank: int) -> dict[str, FileEntry]:
+    """Files that this rank looks at when all ranks look at all of them: its own, and its share of those of nobody."""
+    if not manifest.ranks:
+        return manifest.files
+    written = {name: part.rank for part in manifest.ranks for name in part.files}
+    of_nobody = sorted(manifest.files.keys() - written.keys())[rank :: len(manifest.ranks)]
+    return {name: entry for name, entry in manifest.files.items() if written.get(name) == rank or name in of_nobody}
+
+
+def spoilt(manifest: Manifest) -> str | None:
+    """Why nobody may go back to it: parameters that are no numbers, or copies of a model that are none."""
+    if manifest.not_finite:
+        return f"parameters of rank {manifest.not_finite[0]} are not finite"
+    checksums = [part.parameter_checksum for part in manifest.ranks]
+    if manifest.layout != "replicas":
+        return None
+    other = next((rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]), None)
+    return None if other is None else f"parameters of rank {other} are not those of rank 0"
 
 
 def write(manifest: Manifest) -> bytes:

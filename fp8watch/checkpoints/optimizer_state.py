@@ -7,6 +7,8 @@ captured graphs, and LR tensors that a scheduler or a compiled step holds. Here 
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,10 +43,11 @@ def check(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     for index, state in saved["state"].items():
         if not isinstance(index, int) or index >= len(live):
             continue
+        if not isinstance(state, dict):
+            continue
         for key, value in state.items():
-            if is_shard(value):
-                from_shard(value, live[index], f"optimizer state {key!r} of parameter {index}")
-                continue
+            for shard in _shards_in(value):
+                from_shard(shard, live[index], f"optimizer state {key!r} of parameter {index}")
             current = optimizer.state.get(live[index], {}).get(key)
             if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and value.shape != current.shape:
                 raise CheckpointError(
@@ -57,53 +60,77 @@ def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Put the saved state (the form of `Optimizer.state_dict`) back. Call `check` first."""
     if uses_own_loading(optimizer):
         # Copies: a tensor of the file must not become one of the optimizer.
-        optimizer.load_state_dict(_copied(_unsharded(saved, optimizer)))
+        optimizer.load_state_dict(placed(_unsharded(saved, optimizer), None, None, steps_follow=False))
         return
     live = _live(optimizer)
+    capturable = whose_steps_follow(optimizer)
     with torch.no_grad():
         kept: set[Any] = set()
         for index, state in saved["state"].items():
             owner = live[index] if isinstance(index, int) and index < len(live) else index
             kept.add(owner)
             if isinstance(state, dict):
-                _restore_values(optimizer.state[owner], state, owner)
+                _restore_values(optimizer.state[owner], state, owner, steps_follow=owner in capturable)
             else:
                 optimizer.state[owner] = state
         for owner in [owner for owner in optimizer.state if owner not in kept]:
             del optimizer.state[owner]
         for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            _restore_values(group, {key: value for key, value in saved_group.items() if key != "params"}, None, group)
+            _restore_values(group, {key: value for key, value in saved_group.items() if key != "params"}, None)
 
 
-def _restore_values(
-    target: dict[Any, Any], saved: dict[Any, Any], owner: Any, group: dict[str, Any] | None = None
-) -> None:
+def _restore_values(target: dict[Any, Any], saved: dict[Any, Any], owner: Any, *, steps_follow: bool = False) -> None:
+    """`owner`: the parameter whose state this is; None: a group, which keeps what was not saved."""
     for key, value in saved.items():
-        current = target.get(key)
+        current: Any = target.get(key)
         if is_shard(value):
             value = from_shard(value, owner, f"optimizer state {key!r}")
-        if isinstance(value, torch.Tensor):
-            if isinstance(current, torch.Tensor) and current.shape == value.shape and current.dtype == value.dtype:
-                current.copy_(value)
-            else:
-                # Step counters lie on the CPU unless the optimizer is capturable; moments lie with the parameter.
-                follows = isinstance(owner, torch.Tensor) and (value.dim() > 0 or value.shape == owner.shape)
-                target[key] = value.to(owner.device, copy=True) if follows else value.clone()
+        if _is_alike(current, value):
+            current.copy_(value)
         elif isinstance(current, torch.Tensor) and isinstance(value, int | float):
             current.fill_(value)
         else:
-            target[key] = value
-    if group is None:
+            target[key] = placed(value, key, owner, steps_follow=steps_follow)
+    if owner is not None:
         for key in [key for key in target if key not in saved]:
             del target[key]
 
 
-def _copied(value: Any) -> Any:
+def _is_alike(current: Any, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not isinstance(current, torch.Tensor):
+        return False
+    return (current.shape, current.dtype) == (value.shape, value.dtype)
+
+
+def placed(value: Any, key: Any, owner: Any, *, steps_follow: bool) -> Any:
+    """A copy of a saved value with its tensors where torch's own `load_state_dict` puts them, however deep they lie in
+    lists and dicts: beside the parameter, but for step counters, which `steps_follow` (a capturable or fused
+    optimizer) only."""
+    if is_shard(value):
+        return from_shard(value, owner, f"optimizer state {key!r}")
     if isinstance(value, torch.Tensor):
-        return value.clone()
+        follows = isinstance(owner, torch.Tensor) and (key != "step" or steps_follow)
+        return value.to(owner.device, copy=True) if follows else value.clone()
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        pairs = ((name, placed(item, name, owner, steps_follow=steps_follow)) for name, item in value.items())
+        return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
+    if type(value) in (list, tuple, set):
+        return type(value)(placed(item, None, owner, steps_follow=steps_follow) for item in value)
     return value
+
+
+def whose_steps_follow(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """Parameters whose step counters lie on their device."""
+    groups = [group for group in optimizer.param_groups if group.get("capturable") or group.get("fused")]
+    return {parameter for group in groups for parameter in group["params"]}
+
+
+def _shards_in(value: Any) -> Iterator[dict[str, Any]]:
+    if is_shard(value):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _shards_in(item)
 
 
 def _live(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -114,10 +141,10 @@ def _unsharded(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[
     live = _live(optimizer)
     state = {
         index: {
-            key: from_shard(value, live[index], f"optimizer state {key!r}") if is_shard(value) else value
+            key: placed(value, key, live[index], steps_follow=False) if any(_shards_in(value)) else value
             for key, value in entry.items()
         }
-        if isinstance(entry, dict)
+        if isinstance(entry, dict) and isinstance(index, int) and index < len(live)
         else entry
         for index, entry in saved["state"].items()
     }

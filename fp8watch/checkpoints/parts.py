@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from fp8watch.capture.controls import Fp8Controls
+from fp8watch.capture.gradients import has_scaler
 
 
 class DataPosition(Protocol):
@@ -40,6 +42,8 @@ class TrainingParts:
     """A `torch.amp.GradScaler`; a disabled one counts as none."""
     controls: Fp8Controls | None = None
     data: DataPosition | None = None
+    also: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else with state_dict and load_state_dict, by name."""
 
     @property
     def data_unavailable(self) -> str | None:
@@ -51,5 +55,4 @@ class TrainingParts:
     @property
     def active_scaler(self) -> Any | None:
         """The scaler, if it is enabled."""
-        is_enabled = getattr(self.scaler, "is_enabled", lambda: True)
-        return self.scaler if self.scaler is not None and is_enabled() else None
+        return self.scaler if has_scaler(self.scaler) else None

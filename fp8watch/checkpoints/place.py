@@ -1,7 +1,9 @@
 """How a run's state lies on its ranks, and which files of a checkpoint are whose.
 
-`whole`: one process. `replicas`: data-parallel copies, of which rank 0 saves model and optimizer for all; every rank
-saves what is its own (random state, data position, buffers). `shards`: every rank saves all that it holds.
+`whole`: one process. `replicas`: data-parallel copies, of which rank 0 saves the model for all; every rank saves what
+is its own (random state, data position, buffers). Their optimizers may differ (distributed Muon, ZeRO-1 made by hand):
+an optimizer's file is called by its contents, so that equal ones are saved once, by whichever rank comes first, and
+every rank has its own back. `shards`: every rank saves all that it holds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8watch.checkpoints.sharding import is_sharded
+from fp8watch.errors import CheckpointError
+
+
+class Unsupported(CheckpointError):
+    """No checkpoint of ours could hold this model or optimizer."""
+
 
 Layout = Literal["whole", "replicas", "shards"]
 
@@ -30,10 +38,17 @@ class Place:
         """File that holds this rank's model."""
         return f"model-{self.rank:05d}.pt" if self.layout == "shards" else "model.pt"
 
-    @property
-    def optimizer_file(self) -> str:
-        """File that holds this rank's optimizer."""
+    def optimizer_file(self, contents: str = "") -> str:
+        """File that holds this rank's optimizer, whose contents have this sum; of copies, without one, that of all."""
+        if self.layout == "replicas" and contents:
+            return f"optimizer-{contents}.pt"
         return f"optimizer-{self.rank:05d}.pt" if self.layout == "shards" else "optimizer.pt"
+
+    def also_file(self, contents: str = "") -> str:
+        """File that holds what else attach was given, likewise."""
+        if self.layout == "replicas" and contents:
+            return f"also-{contents}.pt"
+        return "also.pt" if self.layout == "whole" else f"also-{self.rank:05d}.pt"
 
     @property
     def state_file(self) -> str:
@@ -47,7 +62,7 @@ class Place:
 
     @property
     def saves_weights(self) -> bool:
-        """Whether this rank saves model and optimizer."""
+        """Whether this rank saves the model."""
         return self.layout != "replicas" or self.rank == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.checkpoints import contents, elastic, manifest, optimizer_state, rng, te_extra
+from fp8watch.checkpoints import also, contents, elastic, manifest, optimizer_state, rng, te_extra
 from fp8watch.checkpoints.checksum import parameter_checksum
 from fp8watch.checkpoints.files import check_sizes, is_on_network, verify
 from fp8watch.checkpoints.fp8_state import form_differs, not_restored
@@ -18,15 +18,12 @@ from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.checkpoints.place import core
 from fp8watch.checkpoints.sharding import from_shard, is_shard
 from fp8watch.checkpoints.storage import Restore, Storage
+from fp8watch.checkpoints.storage import Unfit as Unfit
 from fp8watch.errors import CheckpointError
 
 
 class PartlyRestored(CheckpointError):
     """Restoring failed after overwriting had begun: live state is mixed and must not be trained on."""
-
-
-class Unfit(CheckpointError):
-    """The checkpoint is sound, but is not one of this model, optimizer or number of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +40,7 @@ class Loaded:
     part: RankPart | None = None
     """What this rank had saved; None: it was not there, or there was one rank only."""
     restore_weights: Restore | None = None
+    also: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -76,6 +74,8 @@ def load_verified(
     fit here.
     """
     described = manifest.read(folder)
+    if (spoilt := manifest.spoilt(described)) is not None:
+        raise CheckpointError(f"{folder.name}: {spoilt}")
     if described.storage != storage.name:
         raise Unfit(f"{folder.name}: written by {described.storage}, here {storage.name} is in use")
     try:
@@ -85,7 +85,10 @@ def load_verified(
     check_sizes(folder, described.files)  # all of them: another rank's missing file is of no use to anybody
     needed = [place.state_file]
     if not storage.writes_own_files:
-        needed += [place.model_file, place.optimizer_file]
+        optimizer_file = elastic.optimizer_file(described, place)
+        needed += [place.model_file, optimizer_file]
+    also_file = elastic.also_file(described, place) if parts.also else ""
+    needed += [also_file] if also_file else []
     if missing := sorted(set(needed) - set(described.files)):
         raise CheckpointError(f"{folder.name}: the manifest names no {', '.join(missing)}")
     verify(folder, _share(described, needed, rank, world_size), is_quick=is_quick)
@@ -97,15 +100,16 @@ def load_verified(
     own = state.get(contents.OWN)
     if storage.writes_own_files:
         model, optimizer = own, None
-        restore = storage.load(folder, parts, state[contents.KEPT])
+        is_same_world = described.world_size == world_size
+        restore = storage.load(folder, parts, state[contents.KEPT], is_same_world=is_same_world)
     else:
-        model, optimizer, restore = files[place.model_file], files[place.optimizer_file], None
+        model, optimizer, restore = files[place.model_file], files[optimizer_file], None
         if own is not None:
             model = {"state": {**model["state"], **own["state"]}, "buffers": own["buffers"]}
     part = next((item for item in described.ranks if item.rank == rank), None)
     return Loaded(
         manifest=described, model=model, optimizer=optimizer, state=state, world_size=world_size, part=part,
-        restore_weights=restore, notes=notes,
+        restore_weights=restore, also=files[also_file] if also_file else {}, notes=notes,
     )  # fmt: skip
 
 
@@ -176,6 +180,7 @@ def put_back(parts: TrainingParts, loaded: Loaded, *, skip_batches: int, refused
             "rng",
             *(name for name, target in targets.items() if target is not None),
             *(["data"] if data is not None else []),
+            *parts.also,
         ],
         refused=refused,
         notes=loaded.notes,
@@ -239,6 +244,10 @@ def _check(parts: TrainingParts, loaded: Loaded) -> None:
         differing = sorted(set(saved_state["scheduler"]) ^ set(parts.scheduler.state_dict()))
         if differing:
             raise CheckpointError(f"{name}: the scheduler is another one, it differs in {', '.join(differing[:5])}")
+    try:
+        also.check(parts.also, loaded.also)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
     if problem := rng.check(saved_state["rng"]):
         raise CheckpointError(f"{name}: {problem}")
 
@@ -269,6 +278,7 @@ def _overwrite(parts: TrainingParts, loaded: Loaded, targets: dict[str, Any]) ->
     if loaded.optimizer is not None:
         optimizer_state.restore(parts.optimizer, loaded.optimizer)
     parts.optimizer.zero_grad(set_to_none=True)
+    also.restore(parts.also, loaded.also)
     for part, target in targets.items():
         if target is not None:
             target.load_state_dict(loaded.state[part])

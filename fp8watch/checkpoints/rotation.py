@@ -16,9 +16,43 @@ from fp8watch.records import CheckpointRecord
 
 logger = logging.getLogger(__name__)
 
+DOOMED_POLLS = 8
+"""Boundaries at which a folder that was given up is removed again."""
 UNFINISHED = ".unfinished-"
 """Prefix of a folder that is being written; `<prefix><checkpoint>.<pid>`, of several ranks
 `<prefix><checkpoint>.ranks`."""
+
+
+class Doomed:
+    """Folders of saves that were given up, removed again at boundaries to come: ranks may still be writing there."""
+
+    def __init__(self) -> None:
+        self._polls: dict[Path, int] = {}
+
+    def __contains__(self, folder: Path) -> bool:
+        return folder in self._polls
+
+    def add(self, folder: Path) -> None:
+        """One more."""
+        self._polls[folder] = DOOMED_POLLS
+
+    def poll(self) -> None:
+        """At each boundary."""
+        for folder in list(self._polls):
+            shutil.rmtree(folder, ignore_errors=True)
+            self._polls[folder] -= 1
+            if self._polls[folder] <= 0:
+                del self._polls[folder]
+
+
+def free_name(root: Path, step: int, attempt: int) -> str:
+    """What to call the checkpoint of a step: nothing that is there already."""
+    name = f"step-{step:08d}-attempt-{attempt}"
+    suffix = 1
+    while (root / name).exists():
+        suffix += 1
+        name = f"step-{step:08d}-attempt-{attempt}-{suffix}"
+    return name
 
 
 def surplus(records: Sequence[CheckpointRecord], keep: int) -> list[CheckpointRecord]:

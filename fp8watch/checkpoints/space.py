@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
 import torch
 
 from fp8watch.checkpoints.config import Checkpoints
+from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.checkpoints.place import Place
+from fp8watch.checkpoints.sharding import local_of
+
+logger = logging.getLogger(__name__)
 
 MOMENTS = 2
 """Tensors of a parameter's size that an optimizer without state yet is taken to keep for each (Adam's)."""
@@ -47,3 +52,16 @@ def shortage(root: Path, config: Checkpoints, one: int, held: int) -> str | None
         f"checkpoints: {root} has {free / gib:.3g} GiB free, and {wanted} more of about {one / gib:.3g} GiB each are "
         f"to come (keep={config.keep}): saving will fail when it is full, and no rollback is possible from then on"
     )
+
+
+def note(root: Path, config: Checkpoints, parts: TrainingParts, place: Place, *, held: int) -> str | None:
+    """`shortage` of the checkpoints of this run; None also where it cannot be told."""
+    try:
+        also = [module for module in parts.also.values() if isinstance(module, torch.nn.Module)]
+        tensors = [tensor for module in also for tensor in (*module.parameters(), *module.buffers())]
+        times = place.world_size if place.layout == "shards" else 1
+        more = times * sum(local_of(tensor).nbytes for tensor in tensors)
+        return shortage(root, config, expected_bytes(parts.model, parts.optimizer, place) + more, held)
+    except (OSError, RuntimeError) as error:  # a model on no device yet
+        logger.debug("free space was not looked at: %s", error)
+        return None

@@ -6,7 +6,8 @@ What is each rank's own (random state, data position, scheduler, scaler, FP8 sta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,25 @@ Restore = Callable[[], None]
 """Overwrites the live model and optimizer."""
 
 
+class Unfit(CheckpointError):
+    """The checkpoint is sound, but is not one of this model, optimizer or number of ranks."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A save of which this rank has all that it needs; exactly one of the two is called."""
+
+    kept: dict[str, Any]
+    """What `load` needs beside the storage's own files: tensors and plain values."""
+    begin: Callable[[], Poll]
+    """Begin to write, when all ranks do. Raises what goes wrong at once."""
+    cancel: Callable[[], None] = _nothing
+
+
 class Storage(Protocol):
     """Writes and reads model and optimizer in a checkpoint's folder."""
 
@@ -33,16 +53,15 @@ class Storage(Protocol):
     """torch, dcp or callback."""
 
     writes_own_files: bool
-    """True: model and optimizer are not in the files that `contents.capture` describes."""
+    """True: model and optimizer are not in the files that `contents.capture` describes, and ranks may wait for each
+    other while they are written: none may begin unless all do."""
 
-    def save(self, folder: Path, parts: TrainingParts, place: Place) -> Poll:
-        """Begin to write. With several ranks a collective call for dcp. Raises what goes wrong at once."""
+    def prepare(self, folder: Path, parts: TrainingParts, place: Place) -> Prepared:
+        """All that can go wrong on one rank alone. Raises whatever that is."""
 
-    def kept(self, parts: TrainingParts) -> dict[str, Any]:
-        """What `load` needs beside the storage's own files: tensors and plain values."""
-
-    def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any]) -> Restore:
-        """Read, as far as that is possible without overwriting; what then overwrites. Raises `CheckpointError`."""
+    def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any], *, is_same_world: bool = True) -> Restore:
+        """Read, as far as that is possible without overwriting; what then overwrites. `is_same_world`: saved by as many
+        ranks as are here. Raises `CheckpointError`, `Unfit` when it is sound and not for us."""
 
 
 class TorchStorage:
@@ -51,17 +70,13 @@ class TorchStorage:
     name = "torch"
     writes_own_files = False
 
-    def save(self, folder: Path, parts: TrainingParts, place: Place) -> Poll:
+    def prepare(self, folder: Path, parts: TrainingParts, place: Place) -> Prepared:
         """See `Storage`."""
-        return dict
+        return Prepared(kept={}, begin=lambda: dict)
 
-    def kept(self, parts: TrainingParts) -> dict[str, Any]:
+    def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any], *, is_same_world: bool = True) -> Restore:
         """See `Storage`."""
-        return {}
-
-    def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any]) -> Restore:
-        """See `Storage`."""
-        return lambda: None
+        return _nothing
 
 
 class CallbackStorage:
@@ -77,26 +92,26 @@ class CallbackStorage:
     def __init__(self, save: Callable[[Path], Any], load: Callable[[Path], Any]) -> None:
         self._save, self._load = save, load
 
-    def save(self, folder: Path, parts: TrainingParts, place: Place) -> Poll:
+    def prepare(self, folder: Path, parts: TrainingParts, place: Place) -> Prepared:
         """See `Storage`. Files are summed up by rank 0, which cannot know whose they are, when all are durable."""
         target = folder / self.FOLDER
         target.mkdir(exist_ok=True)
-        handle = self._save(target)
 
-        def poll() -> dict[str, FileEntry] | None:
-            if handle is not None and hasattr(handle, "result"):
-                if not handle.done():
-                    return None
-                handle.result()
-            return {}
+        def begin() -> Poll:
+            handle = self._save(target)
 
-        return poll
+            def poll() -> dict[str, FileEntry] | None:
+                if handle is not None and hasattr(handle, "result"):
+                    if not handle.done():
+                        return None
+                    handle.result()
+                return {}
 
-    def kept(self, parts: TrainingParts) -> dict[str, Any]:
-        """See `Storage`."""
-        return {}
+            return poll
 
-    def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any]) -> Restore:
+        return Prepared(kept={}, begin=begin)
+
+    def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any], *, is_same_world: bool = True) -> Restore:
         """See `Storage`."""
         return lambda: self._load(folder / self.FOLDER)
 
@@ -112,11 +127,18 @@ def storage_of(config: Checkpoints) -> Storage:
     return TorchStorage()
 
 
-def write_files(folder: Path, files: dict[str, Any]) -> dict[str, FileEntry]:
-    """Write each of them with `torch.save`, durably. Raises what `torch.save` and the file system raise."""
+def write_files(folder: Path, files: dict[str, Any], common: dict[str, Any] | None = None) -> dict[str, FileEntry]:
+    """Write each of them with `torch.save`, durably; of `common` those that no other rank has begun to write.
+
+    Raises what `torch.save` and the file system raise.
+    """
     entries = {}
-    for name, content in files.items():
-        with open(folder / name, "wb") as file:
+    for name, content in {**files, **(common or {})}.items():
+        try:
+            file = open(folder / name, "wb" if name in files else "xb")  # noqa: SIM115
+        except FileExistsError:
+            continue
+        with file:
             writer = HashingWriter(file)
             torch.save(content, writer)  # type: ignore[arg-type]
             file.flush()
@@ -125,15 +147,19 @@ def write_files(folder: Path, files: dict[str, Any]) -> dict[str, FileEntry]:
     return with_quick_sums(folder, entries)
 
 
-def files_of_nobody(folder: Path, known: dict[str, FileEntry]) -> dict[str, FileEntry]:
-    """Files in sub-folders that no rank has summed up: size and sum of each. Raises `OSError`."""
+def names_of_nobody(folder: Path, known: Collection[str]) -> list[str]:
+    """Files in sub-folders that no rank has summed up. Raises `OSError`."""
+    inside = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent != folder)
+    return [name for path in inside if (name := str(path.relative_to(folder))) not in known]
+
+
+def measure_all(folder: Path, names: list[str]) -> dict[str, FileEntry]:
+    """Size and sum of each, made durable. Raises `OSError`."""
     found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_file() and len(path.relative_to(folder).parts) > 1 and name not in known:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            found[name] = measure(path)
+    for name in names:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+        found[name] = measure(folder / name)
     return found
 
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from fp8watch.checkpoints import Checkpoints
+from fp8watch.foreign import attribute
 from fp8watch.settings import Settings
 from fp8watch.training import materialised
 from fp8watch.training.agreement.groups import doubled_roles
-from fp8watch.training.foreign import attribute
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _OF_SCHEDULERS = ("step", "state_dict")
@@ -140,6 +140,17 @@ def _forward(value: Any) -> str | None:
     return None
 
 
+def _also(value: Any) -> str | None:
+    wanted = 'a mapping from names to what else a rollback shall restore is wanted, such as {"ema": ema}'
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
+        return f"{wanted}, got {shown(value)}"
+    for name, thing in value.items():
+        missing = [f"{method}()" for method in _OF_SAVED if not callable(attribute(thing, method))]
+        if missing or isinstance(thing, type):
+            return f"{name}: {shown(thing)} has no {' and no '.join(missing) or 'state'}"
+    return None
+
+
 def _unsaveable(name: str, value: Any, checkpoints: Any) -> str | None:
     """Why checkpoints could not hold a scheduler or scaler: every one of them would fail."""
     if name not in ("lr_scheduler", "scaler") or not isinstance(checkpoints, Checkpoints):
@@ -164,6 +175,6 @@ def _has_one(value: Any, names: tuple[str, ...]) -> bool:
 _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "model": _model, "optimizer": _optimizer, "lr_scheduler": _scheduler, "dataloader": _dataloader,
     "checkpoints": _checkpoints, "policy": _policy, "scaler": _scaler, "mesh": _mesh, "run": _run,
-    "settings": _settings, "forward": _forward,
+    "settings": _settings, "forward": _forward, "also": _also,
 }  # fmt: skip
 """In the order of attach's signature."""

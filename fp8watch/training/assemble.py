@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from fp8watch.capture.gradients import has_scaler as has_scaler_in_use
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.parts import TrainingParts
+from fp8watch.checkpoints.place import Unsupported
 from fp8watch.controller import markers
 from fp8watch.errors import CheckpointError, Halted, RanksApart
 from fp8watch.identity import Identity, identify
 from fp8watch.policy.schema import Policy
+from fp8watch.records import Command
 from fp8watch.security import Verifier, load_ring
 from fp8watch.settings import Settings
 from fp8watch.training import report
@@ -66,6 +68,7 @@ class Arguments:
     policy_text: str | None
     policy_name: str
     arms_skip_update: bool
+    also: Mapping[str, Any] = field(default_factory=dict)
     groups: RankGroups = ALONE
 
 
@@ -93,7 +96,7 @@ def assemble(arguments: Arguments) -> Made:
     joined = _join(arguments, identity, journal, _modules(guard, found))
     session = Session(
         identity=identity, directory=settings.dir, guard=guard, journal=journal, agreement=joined.agreement,
-        attempt=joined.attempt, peers=joined.peers, agreement_seconds=settings.agreement_seconds,
+        attempt=joined.attempt, start=joined.start, peers=joined.peers, agreement_seconds=settings.agreement_seconds,
         disarm=Disarm(settings, identity.run), policy_text=arguments.policy_text,
         policy_name=arguments.policy_name, framework=found.framework, groups=arguments.groups,
     )  # fmt: skip
@@ -148,17 +151,20 @@ def _context(arguments: Arguments, identity: Identity, session: Session, found: 
     data = Batches(arguments.dataloader) if arguments.dataloader is not None else None
     parts = TrainingParts(
         model=arguments.model, optimizer=arguments.optimizer, scheduler=arguments.lr_scheduler,
-        scaler=arguments.scaler, controls=found.controls, data=data,
+        scaler=arguments.scaler, controls=found.controls, data=data, also=arguments.also,
     )  # fmt: skip
     manager = None
     if arguments.checkpoints is not None:
         try:
             manager = CheckpointManager(
                 arguments.checkpoints, parts, run=identity.run, attempt=lambda: session.attempt,
-                rank=identity.rank, world_size=identity.world_size,
+                rank=identity.rank, world_size=identity.world_size, together=session.peers,
             )  # fmt: skip
         except (CheckpointError, OSError) as error:
             session.note(f"no checkpoints will be saved: {error}")
+            session.cannot_resume = "" if isinstance(error, Unsupported) else str(error)
+            if session.peers is not None:
+                session.peers.decline(str(error))
         for text in [] if manager is None else manager.notes:
             session.note(text)
     groups = arguments.groups
@@ -218,6 +224,14 @@ def _arm_skip(arguments: Arguments, session: Session) -> None:
     skip.arm("policy")
 
 
+def _objection(session: Session, command: Command) -> str | None:
+    """This rank's second opinion. One that cannot be formed is a veto: drastic actions rest on it."""
+    try:
+        return session.evidence.objection(command)
+    except Exception as error:
+        return f"this rank cannot judge it: {type(error).__name__}: {error}"
+
+
 def _recorder(arguments: Arguments, identity: Identity, session: Session, found: sources.Found) -> Recorder:
     return Recorder(
         run=identity.run, rank=identity.rank, model=arguments.model, optimizer=arguments.optimizer,
@@ -243,6 +257,6 @@ def _boundary(arguments: Arguments, identity: Identity, session: Session) -> Bou
     return Boundary(
         rank=identity.rank, actions=session.actions, capabilities=session.capabilities, journal=session.journal,
         agreement=session.agreement, disarm=session.disarm, mode=arguments.policy.mode, send=session.uplink.send,
-        attempt=lambda: session.attempt, on_broken=broken, on_stop=session.stop,
-        objection=lambda command: session.guard.call("evidence", session.evidence.objection, command),
+        attempt=lambda: session.attempt, start=session.start, on_broken=broken, on_stop=session.stop,
+        objection=lambda command: _objection(session, command),
     )  # fmt: skip

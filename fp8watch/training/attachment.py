@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ def attach(
     run: str | None = None,
     settings: Settings | None = None,
     forward: Callable[[], torch.Tensor] | None = None,
+    also: Mapping[str, Any] | None = None,
 ) -> Watch:
     """Watch a model while it trains; without a policy nothing is ever changed.
 
@@ -73,6 +74,9 @@ def attach(
     `tp` and `pp`, or process groups of these names: ranks of one `tp` group have to use one scale for a tensor, and
     `watch.clip_grad_norm_` takes the norm over all `pp` stages. A second call with the same arguments returns the same
     watch.
+    `also`: names of whatever else checkpoints hold and a rollback restores, anything with `state_dict` and
+    `load_state_dict`: a moving average of the weights, a second model or optimizer, counters of the loop. What is
+    neither given here nor part of the model is not restored.
     With several ranks this is a collective call when the policy acts (`Settings.join_seconds` limits the waiting), or
     when there is no run name from launcher or argument. With a policy that acts it waits for the process that decides
     (at most `Settings.start_seconds`), so that a fault in the first steps is answered in time.
@@ -85,7 +89,7 @@ def attach(
     arguments = {
         "model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader,
         "checkpoints": checkpoints, "policy": policy, "scaler": scaler, "mesh": mesh, "run": run,
-        "settings": settings, "forward": forward,
+        "settings": settings, "forward": forward, "also": also,
     }  # fmt: skip
     wrong = problems(arguments)
     known = None if wrong else _known(model, optimizer, arguments)
@@ -117,6 +121,7 @@ def _attach(arguments: dict[str, Any], wrong: list[str]) -> Watch:
             run=arguments["run"],
             settings=settings,
             forward=arguments["forward"],
+            also=dict(arguments["also"] or {}),
             policy=parsed,
             policy_text=None if policy is None else text,
             policy_name="observe" if policy is None else name,
@@ -192,6 +197,9 @@ def _known(model: torch.nn.Module, optimizer: torch.optim.Optimizer, arguments: 
 
 
 def _same(name: str, first: Any, second: Any) -> bool:
+    if name == "also":
+        first, second = first or {}, second or {}
+        return first.keys() == second.keys() and all(first[key] is second[key] for key in first)
     return bool(first == second) if name in _BY_VALUE else first is second
 
 

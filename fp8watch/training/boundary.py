@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fp8watch.actions.base import Action, Applied
+from fp8watch.actions.base import Action, Applied, ReadBack
 from fp8watch.actions.joint import Answer, Choosing
 from fp8watch.checkpoints.restore import PartlyRestored
 from fp8watch.errors import ActionError, CheckpointError
@@ -51,6 +51,11 @@ class _Watched:
     step: int
     looks: int = 0
 
+    def read_back(self) -> ReadBack:
+        """Whether what the command has asked for is in force: the action, or its revert."""
+        is_revert = self.command.verb == "revert"
+        return self.action.read_back_revert(self.applied) if is_revert else self.action.read_back(self.applied)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Did:
@@ -58,6 +63,7 @@ class _Did:
 
     fate: Fate
     applied: Applied | None = None
+    """Of a revert, what it has undone."""
     detail: str = ""
     is_begun: bool = True
     broken: str | None = None
@@ -78,11 +84,14 @@ class Boundary:
         mode: Mode,
         send: Callable[[CommandResult], object],
         attempt: Callable[[], int],
+        start: str,
         on_broken: Callable[[str], None],
         on_stop: Callable[[str], None] | None = None,
         objection: Callable[[Command], str | None] = lambda command: None,
     ) -> None:
-        """`on_broken` is told when an action has left the training state mixed: it must not be trained on.
+        """`start`: name of this start of the training processes (`Hello.start`); commands for another are refused, and
+        without one nothing is carried out.
+        `on_broken` is told when an action has left the training state mixed: it must not be trained on.
         `on_stop` when ranks may be in different states: this one must not make another optimizer step. `objection`
         says why this rank does not agree to a command that it could carry out."""
         self._rank = rank
@@ -94,6 +103,7 @@ class Boundary:
         self._mode = mode
         self._send = send
         self._attempt = attempt
+        self._start = start
         self._on_broken = on_broken
         self._on_stop = on_stop or on_broken
         self._objection = objection
@@ -129,6 +139,7 @@ class Boundary:
             raise
 
     def _run(self, step: int) -> None:
+        self._turn_away(step)
         for watched in self._watched[:]:
             self._look(watched, step)
         ruling = self._agreement.settle(step)
@@ -139,6 +150,19 @@ class Boundary:
         for ruling in self._agreement.due(self._candidates(step), step):
             self._let_go(ruling.command)
             self._rule(ruling, step)
+
+    def _turn_away(self, step: int) -> None:
+        """Refuse what is for another start of the run. It is not put to the vote: its number and id may be those of a
+        command for this one, whose answers it must not touch."""
+        for command in [command for command in self._waiting if command.start != self._start]:
+            self._let_go(command)
+            status: Status = "expired" if command.start else "vetoed"
+            detail = (
+                "decided for another start of this run" if command.start else
+                "names no start of the run: controller or agent is of an earlier version"
+            )  # fmt: skip
+            logger.warning("fp8watch: step %d: %s %s: %s", step, command.action, status, detail)
+            self._send(self._result(command, step, status, detail))
 
     def _candidates(self, step: int) -> list[Candidate]:
         """What waits, and whether this rank is ready to begin it; what was answered before is answered again."""
@@ -181,6 +205,8 @@ class Boundary:
         if command.action not in self._actions:
             return "unavailable", f"unknown action {command.action}"
         unavailable = self._agreement.unavailable or self._journal.unavailable
+        if unavailable is None and not self._start:
+            unavailable = "this start of the run has no name, by which its commands are known"
         if unavailable is None and command.verb == "apply":
             unavailable = self._capabilities().get(command.action)
         if unavailable:
@@ -192,7 +218,7 @@ class Boundary:
         action = self._actions.get(command.action)
         did = self._do(command, action, step)
         joint = self._agreement.confirm(did.fate, can_undo=command.verb == "apply" and not asks_first(command))
-        if joint.verdict == "undo" and did.applied is not None and action is not None:
+        if joint.verdict == "undo" and command.verb == "apply" and did.applied is not None and action is not None:
             joint = self._undo(action, did.applied, joint)
         if joint.verdict == "same":
             self._conclude(command, action, did, step)
@@ -222,8 +248,7 @@ class Boundary:
             return _Did(fate=Fate.FAILED, detail=cannot, is_begun=self._journal.knows(command))
         try:
             if command.verb == "revert":
-                self._revert(command, action)
-                return _Did(fate=Fate.DONE)
+                return _Did(fate=Fate.DONE, applied=self._revert(command, action))
             return _Did(fate=Fate.DONE, applied=action.apply(step, dict(command.params)))
         except MustStop:
             raise
@@ -256,18 +281,19 @@ class Boundary:
             self._answer(command, step, "failed", did.detail)
             if did.broken is not None:
                 self._on_broken(did.broken)
-        elif did.applied is None:
-            target = str(command.params.get("of", command.id))
-            self._watched = [watched for watched in self._watched if watched.command.id != target]
-            logger.warning("fp8watch: step %d: reverted %s", step, command.action)
-            self._answer(command, step, "applied", readback="ok")
-        else:
-            self._applied[command.id] = did.applied
-            logger.warning("fp8watch: step %d: applied %s %s", step, command.action, command.params)
+        elif did.applied is not None:
+            if command.verb == "revert":
+                target = str(command.params.get("of", command.id))
+                self._watched = [watched for watched in self._watched if watched.command.id != target]
+                logger.warning("fp8watch: step %d: reverted %s", step, command.action)
+                self._answer(command, step, "applied")
+            else:
+                self._applied[command.id] = did.applied
+                logger.warning("fp8watch: step %d: applied %s %s", step, command.action, command.params)
+                self._answer(
+                    command, step, "applied", replayed=did.applied.steps_replayed, observed=did.applied.expected
+                )  # fmt: skip
             watched = _Watched(command, action, did.applied, step)
-            self._answer(
-                command, step, "applied", replayed=did.applied.steps_replayed, observed=did.applied.expected
-            )  # fmt: skip
             self._watched.append(watched)
             self._look(watched, step)
 
@@ -279,7 +305,8 @@ class Boundary:
             return Joint("stop", f"{joint.detail}, and it cannot be taken back here: {error}")
         return Joint("undo", f"{joint.detail}; taken back on all ranks")
 
-    def _revert(self, command: Command, action: Action) -> None:
+    def _revert(self, command: Command, action: Action) -> Applied:
+        """Undo what it names; what that was. Raises `ActionError`."""
         # A return of some layers only is a command with an id of its own that names the one it undoes.
         target = str(command.params.get("of", command.id))
         applied = self._applied.get(target)
@@ -288,11 +315,12 @@ class Boundary:
         if "layers" in command.params:
             applied = replace(applied, params={**applied.params, "layers": command.params["layers"]})
         action.revert(applied)
+        return applied
 
     def _look(self, watched: _Watched, step: int) -> None:
         watched.looks += 1
         try:
-            found = watched.action.read_back(watched.applied)
+            found = watched.read_back()
             ok, observed, detail = found.ok, found.observed, found.detail
         except Exception as error:
             logger.warning("fp8watch: read-back of %s failed", watched.command.action, exc_info=error)
@@ -301,11 +329,12 @@ class Boundary:
             patience: int = getattr(watched.action, "patience", READBACK_STEPS)
             if watched.looks < patience:
                 return
-            ok, detail = False, f"not in force {patience} boundaries later: {detail or 'no effect was seen'}"
+            done = "undone" if watched.command.verb == "revert" else "in force"
+            ok, detail = False, f"not {done} {patience} boundaries later: {detail or 'no effect was seen'}"
         self._watched.remove(watched)
         self._answer(
             watched.command, watched.step, "applied", detail, readback="ok" if ok else "failed",
-            observed=observed, replayed=watched.applied.steps_replayed,
+            observed=observed, replayed=watched.applied.steps_replayed if watched.command.verb == "apply" else 0,
         )  # fmt: skip
 
     def _finish(self, command: Command, status: str) -> None:
@@ -327,13 +356,17 @@ class Boundary:
     ) -> None:
         if status != "applied":
             logger.warning("fp8watch: step %d: %s %s: %s", step, command.action, status, detail)
-        result = CommandResult(
-            id=command.id, run=command.run, attempt=command.attempt, rank=self._rank, verb=command.verb,
-            step=step, status=status, readback=readback, detail=detail, observed=observed or {},
-            steps_replayed=replayed,
+        result = self._result(
+            command, step, status, detail, readback=readback, observed=observed or {}, steps_replayed=replayed
         )  # fmt: skip
         self._answers[command.id, command.verb] = result
         self._send(result)
+
+    def _result(self, command: Command, step: int, status: Status, detail: str, **more: Any) -> CommandResult:
+        return CommandResult(
+            id=command.id, run=command.run, attempt=command.attempt, rank=self._rank, verb=command.verb,
+            step=step, status=status, detail=detail, start=command.start, **more,
+        )  # fmt: skip
 
     def report_unfinished(self, run: str, attempt: int) -> None:
         """Tell of commands that an earlier process of this rank began and did not finish."""
@@ -342,6 +375,6 @@ class Boundary:
             self._send(
                 CommandResult(
                     id=left.id, run=run, attempt=attempt, rank=self._rank, verb=verb, step=left.step,
-                    status="unknown", detail="the process ended while it was carried out",
+                    status="unknown", detail="the process ended while it was carried out", start=left.start,
                 )
             )  # fmt: skip

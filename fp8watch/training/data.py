@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fp8watch import rng
+from fp8watch.training import epoch_state
 from fp8watch.training.batch_size import count_samples, count_tokens
 from fp8watch.training.skip_first import hands_out_indices, skipping
 
@@ -216,10 +217,10 @@ class Batches:
         return iter(self.loader), state
 
     def _state_before(self) -> State:
-        if self._is_stateful or self._is_hidden:
+        if self._is_hidden:
             return {}
         try:
-            return _epoch_state(self.loader)
+            return epoch_state.told(self.loader) if self._is_stateful else epoch_state.take(self.loader)
         except Exception as error:
             self._hide(error)
             return {}
@@ -264,12 +265,26 @@ class Batches:
         if self._epoch < 0:
             iterator, skip_batches = self._start_later(skip_batches)
         elif self._is_stateful:
-            if "loader" in state:
-                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            iterator = iter(self.loader)
+            iterator = self._reloaded(state)
         else:
             iterator, skip_batches = self._replayed(skip_batches)
         return self._leave_out(iterator, skip_batches)
+
+    def _reloaded(self, state: State) -> Iterator[Any]:
+        """The iterator of a loader with a state of its own; without that (it was one of another number of ranks), of
+        the same epoch, behind the batches that were seen. The host's generators end as they are now."""
+        now = rng.snapshot()
+        try:
+            if "loader" in state:
+                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+                return iter(self.loader)
+            epoch_state.tell(self.loader, self._epoch_state)
+            iterator = iter(self.loader)
+            for _ in range(self._index):
+                next(iterator, None)
+            return iterator
+        finally:
+            rng.restore(now)
 
     def _start_later(self, skip_batches: int) -> tuple[Iterator[Any], int]:
         """A new epoch without its first batches; how many are still to be left out."""
@@ -290,20 +305,20 @@ class Batches:
         """A new iterator of the epoch at `self._index`, or later where batches can be left out without being read; how
         many are still to be left out. The host's generators end as they are now."""
         now = rng.snapshot()
-        generators = _generators(self.loader)
+        generators = epoch_state.generators(self.loader)
         try:
             if isinstance(self.loader, torch.utils.data.DataLoader):
                 keeps_workers = self.loader.persistent_workers and self.loader.num_workers > 0
                 if keeps_workers and self.loader._iterator is None:
                     iter(self.loader)  # from here on it is reset, as it was for all epochs but the first
-                _restore_epoch(self.loader, generators, self._epoch_state)
+                epoch_state.restore(self.loader, generators, self._epoch_state)
                 if keeps_workers and self._epoch_state["made_iterator"]:
                     # Making it drew the workers' base seed before the sampler drew; a reset does not.
                     torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
                 if hands_out_indices(self.loader):
                     return self._skipped(self._index, skip_batches)
                 return skipping(self.loader, self._index)[0], skip_batches
-            _restore_epoch(self.loader, generators, self._epoch_state)
+            epoch_state.restore(self.loader, generators, self._epoch_state)
             iterator = iter(self.loader)
             for _ in range(self._index):
                 next(iterator, None)
@@ -329,34 +344,3 @@ class Batches:
 
 
 _END = object()
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The user's own generators that the loader and its samplers draw from."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found: list[torch.Generator] = []
-    for owner in owners:
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
-            found.append(generator)
-    return found
-
-
-def _epoch_state(loader: Any) -> State:
-    sampler_epoch = getattr(getattr(loader, "sampler", None), "epoch", None)
-    return {
-        "rng": rng.snapshot(),
-        "generators": [generator.get_state() for generator in _generators(loader)],
-        "made_iterator": getattr(loader, "_iterator", None) is None,
-        "sampler_epoch": sampler_epoch if isinstance(sampler_epoch, int) else None,
-    }
-
-
-def _restore_epoch(loader: Any, generators: list[torch.Generator], state: State) -> None:
-    rng.restore(state["rng"])
-    for generator, saved in zip(generators, state["generators"], strict=False):
-        generator.set_state(saved)
-    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-    if state["sampler_epoch"] is not None and set_epoch is not None:
-        set_epoch(state["sampler_epoch"])

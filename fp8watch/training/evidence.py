@@ -83,7 +83,10 @@ class Evidence:
         before, since = self._split(onset)
         if len(before) < MIN_STEPS:
             return None
-        tensors = [str(name) for name in command.because.get("tensors", ())]
+        named_tensors = command.because.get("tensors", ())
+        if not isinstance(named_tensors, list | tuple):
+            return f"because names tensors as {named_tensors!r}, a list is wanted"
+        tensors = [str(name) for name in named_tensors]
         if self.seen(before, since, tensors, onset):
             return None
         steps = f"steps {since[0].step} to {since[-1].step}" if since else "no step since"

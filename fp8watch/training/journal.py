@@ -24,6 +24,8 @@ class Unfinished:
     id: str
     verb: Verb
     step: int
+    start: str = ""
+    """The start of the run that it was for; empty: it was written by an earlier version."""
 
 
 class Journal:
@@ -67,7 +69,9 @@ class Journal:
             return
         key = (str(entry["id"]), str(entry["verb"]))
         if entry["event"] == "begin":
-            self._begun[key] = Unfinished(id=entry["id"], verb=entry["verb"], step=int(entry["step"]))
+            self._begun[key] = Unfinished(
+                id=entry["id"], verb=entry["verb"], step=int(entry["step"]), start=str(entry.get("start", ""))
+            )  # fmt: skip
             self._advance(int(entry["term"]), int(entry["sequence"]))
         else:
             self._begun.pop(key, None)
@@ -95,7 +99,7 @@ class Journal:
         """Note a command before it is carried out; durable on return. Raises `OSError`."""
         entry = {
             "event": "begin", "id": command.id, "verb": command.verb, "action": command.action,
-            "term": command.term, "sequence": command.sequence, "step": step,
+            "term": command.term, "sequence": command.sequence, "step": step, "start": command.start,
         }  # fmt: skip
         self._write(entry)
         self._take(entry)

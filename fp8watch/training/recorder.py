@@ -24,8 +24,8 @@ from fp8watch.capture.ring import Ring
 from fp8watch.capture.scalars import NotAScalar, StepScalars, as_flag, as_scalar, first_rate, is_given
 from fp8watch.capture.source import Reading, Source
 from fp8watch.capture.update_size import UpdateSize, UpdateSums
+from fp8watch.foreign import attribute
 from fp8watch.records import Layout, TensorColumn
-from fp8watch.training.foreign import attribute
 from fp8watch.training.guard import Guard
 from fp8watch.training.report import listed
 from fp8watch.transport.pending import PendingFrame
@@ -189,7 +189,7 @@ class Recorder:
             )
 
     def _take_skipped(self) -> None:
-        found_inf = getattr(self._optimizer, "found_inf", None)
+        found_inf = attribute(self._optimizer, "found_inf")
         if isinstance(found_inf, torch.Tensor):
             self.scalars.put("update_skipped", (found_inf > 0).to(torch.float32).reshape(()))
 
@@ -297,7 +297,7 @@ class Recorder:
                 self.scalars.put("grad_norm", reading.norm)
             self.scalars.put("clip_limit", reading.limit)
         self._norm_is_scaled = False
-        scale = getattr(self._scaler, "_scale", None)
+        scale = attribute(self._scaler, "_scale")
         if isinstance(scale, torch.Tensor):
             self.scalars.put("loss_scale", scale)
         if self._was_updated:

@@ -53,6 +53,16 @@ def resume_alone(manager: CheckpointManager, attempt: int) -> Resumed | None:
     return Resumed(report=report, record=manager.ledger.find(report.checkpoint), attempt=attempt)
 
 
+def refuse_together(peers: Peers | None, reason: str, seconds: float) -> None:
+    """This rank cannot use the checkpoints: tell those that resume, and raise `CheckpointError`."""
+    if peers is not None:
+        try:
+            _say(peers, _Word(unfit=reason), seconds)
+        except PeersLost as error:
+            reason = f"{reason}; {error}"
+    raise CheckpointError(f"resume: {reason}")
+
+
 def resume_together(manager: CheckpointManager, peers: Peers, attempt: int, seconds: float) -> Resumed | None:
     """All ranks of several. None: there is no checkpoint. Raises `CheckpointError` on all of them."""
     try:
@@ -66,7 +76,11 @@ def _resume_together(manager: CheckpointManager, peers: Peers, attempt: int, sec
     while True:
         record = manager.resume_target() if manager.is_writer else None
         has_some = manager.is_writer and bool(manager.records())
-        proposal = _say(peers, _Word(record=record, has_some=has_some), seconds)[0]
+        words = _say(peers, _Word(record=record, has_some=has_some), seconds)
+        for rank, other in enumerate(words):
+            if other.unfit:
+                raise CheckpointError(f"resume: rank {rank}: {other.unfit}")
+        proposal = words[0]
         if proposal.record is None:
             if proposal.has_some:
                 said = f"no checkpoint in {manager.root} is usable; remove them to start afresh"

@@ -54,6 +54,7 @@ class Session:
         journal: Journal,
         agreement: Agreement,
         attempt: int,
+        start: str = "",
         peers: Peers | None = None,
         agreement_seconds: float = 600.0,
         disarm: Disarm,
@@ -74,6 +75,8 @@ class Session:
         self.actions: Mapping[str, Action] = {}
         self.step = 0
         self.attempt = attempt
+        self.start = start
+        """Name of this start (`Hello.start`)."""
         self._policy_text, self._policy_name = policy_text, policy_name
         self._framework = framework
         self._groups = groups
@@ -83,6 +86,8 @@ class Session:
         self._num_dropped = 0
         self.stop_reason: str | None = None
         """Why this rank must not make another optimizer step; the watch raises `RanksApart` with it."""
+        self.cannot_resume = ""
+        """Why the checkpoints that attach was given cannot be used, although there may be some."""
         self.on_detach: Callable[[], None] = lambda: None
         self._begin_attempt()
 
@@ -129,7 +134,7 @@ class Session:
             num_parameters=sum(p.numel() for p in model.parameters()), framework=versions,
             expected_modules=layout.expected_modules, observed_modules=layout.observed_modules,
             journal_term=self.journal.term, armed=self.disarm.reason() is None,
-            tensor_group=list(self._groups.tensor),
+            tensor_group=list(self._groups.tensor), start=self.start,
         )  # fmt: skip
 
     def _warmup(self) -> tuple[int | None, bool]:
@@ -212,8 +217,13 @@ class Session:
             return None
 
     def label(self, update: LedgerUpdate) -> None:
-        """Take in the controller's verdict on a checkpoint; it also knows those that rotation has removed since."""
+        """Take in the controller's verdict on a checkpoint; it also knows those that rotation has removed since. A
+        verdict for another start may be about another checkpoint of that name."""
         manager = self.context.checkpoints
+        if self.start and update.start != self.start:
+            if not update.start:
+                self.note("labels of checkpoints are not taken: the controller or its agent is of an earlier version")
+            return
         if (
             manager is not None
             and manager.is_writer

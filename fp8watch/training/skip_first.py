@@ -8,11 +8,13 @@ thrown away before a dataset sees it. Datasets without indices (iterable ones) h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
+
+from fp8watch.training import epoch_state
 
 
 class _SkipFirst:
@@ -34,26 +36,33 @@ class _SkipFirst:
         return self
 
     def __next__(self) -> Any:
-        self.skip()
         assert self._entries is not None
+        self.skip()
         return next(self._entries)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def skip(self) -> None:
-        """Throw the first entries away now; later calls do nothing."""
+    def skip(self) -> bool:
+        """Throw the first entries away now; later calls do nothing. False: nobody has asked for an iterator, as in a
+        loader whose `__iter__` is a generator, and nothing was thrown away."""
+        if self._entries is None:
+            return False
         (seen, self._seen), (left_out, self._left_out) = (self._seen, 0), (self._left_out, 0)
-        assert self._entries is not None
         for _ in range(seen):
             if next(self._entries, _END) is _END:
-                return
+                return True
         for _ in range(left_out):
             entry = next(self._entries, _END)
             if entry is _END:
-                return
+                return True
             self.batches += 1
             self.samples += len(entry) if isinstance(entry, Sized) else 1
+        return True
+
+    def is_over(self) -> bool:
+        """Whether there is nothing behind what is thrown away; the entry that there is else is lost."""
+        return self.skip() and self._entries is not None and next(self._entries, _END) is _END
 
 
 _END = object()
@@ -72,10 +81,35 @@ def skipping(loader: torch.utils.data.DataLoader[Any], seen: int, left_out: int 
     if seen + left_out == 0:
         return iter(loader), 0, 0
     if isinstance(loader.dataset, IterableDataset):
-        iterator = iter(loader)
-        for _ in range(seen):
-            next(iterator, None)
-        return iterator, 0, 0
+        return _consumed(iter(loader), seen), 0, 0
+    if _would_start_workers_in_vain(loader, seen + left_out):
+        before = epoch_state.take(loader)
+        iterator, skip_first = _begun(loader, seen, left_out, {"num_workers": 0, "timeout": 0})
+        if skip_first.is_over():
+            return iter(()), skip_first.batches, skip_first.samples
+        # The sampler has more than it says: with workers after all, and with the draws that this has made undone.
+        epoch_state.restore(loader, epoch_state.generators(loader), before)
+    iterator, skip_first = _begun(loader, seen, left_out)
+    if not skip_first.skip():
+        return _consumed(iterator, seen), 0, 0
+    return iterator, skip_first.batches, skip_first.samples
+
+
+def _would_start_workers_in_vain(loader: torch.utils.data.DataLoader[Any], batches: int) -> bool:
+    """Whether an epoch ends within so many batches, so that its workers would end without one to load."""
+    if loader.num_workers == 0 or loader.persistent_workers:
+        return False
+    sampler: Any = loader.batch_sampler
+    try:
+        return len(sampler) <= batches
+    except Exception:  # it has none, or is somebody's own
+        return False
+
+
+def _begun(
+    loader: torch.utils.data.DataLoader[Any], seen: int, left_out: int, more: Mapping[str, Any] | None = None
+) -> tuple[Iterator[Any], _SkipFirst]:
+    """A new iterator and what its sampler was for the time of its making; `more`: other attributes of that time."""
     attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
     sampler = getattr(loader, attribute)
     skip_first = _SkipFirst(sampler, seen, left_out)
@@ -83,13 +117,22 @@ def skipping(loader: torch.utils.data.DataLoader[Any], seen: int, left_out: int 
     if running is not None:
         # Persistent workers keep one iterator for life; it asks its own reference to the sampler.
         running._index_sampler = skip_first
+    own, put = vars(loader), {attribute: skip_first, **(more or {})}
+    before = {name: own[name] for name in put if name in own}
     # DataLoader forbids to set the attribute, and every iterator takes it once, when it is made.
-    vars(loader)[attribute] = skip_first
+    own |= put
     try:
-        iterator = iter(loader)
+        return iter(loader), skip_first
     finally:
-        vars(loader)[attribute] = sampler
+        for name in put.keys() - before.keys():  # one that wraps another loader has none of its own
+            del own[name]
+        own |= before
         if running is not None:
             running._index_sampler = sampler
-    skip_first.skip()
-    return iterator, skip_first.batches, skip_first.samples
+
+
+def _consumed(iterator: Iterator[Any], batches: int) -> Iterator[Any]:
+    """The iterator after so many batches, which are loaded."""
+    for _ in range(batches):
+        next(iterator, None)
+    return iterator

@@ -7,12 +7,16 @@ gone, or passes through when somebody has wrapped it in turn.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+from fp8watch.foreign import attribute
+from fp8watch.training.untraced import leave_out, trace_by, traced_by
 
 
 class StepObserver(Protocol):
@@ -47,25 +51,38 @@ class OptimizerTap:
         original, observer = self._original, self._observer
         # Wrapping what `__func__` names keeps the signature that GradScaler inspects, and the mark by which
         # LRScheduler knows its own wrapper.
-        source = getattr(original, "__func__", original)
+        source = attribute(original, "__func__") or original
 
-        @functools.wraps(source)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self._is_active or optimizer is not self._optimizer:
                 return original(*args, **kwargs)
             has_closure = bool(args and callable(args[0])) or callable(kwargs.get("closure"))
-            if observer.before_update(has_closure=has_closure):
-                # LRScheduler warns when it is stepped before the optimizer ever was.
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-                return None
-            observer.enter_update()
+            tracer = traced_by()
+            if tracer is not None:
+                trace_by(None)
             try:
-                result = original(*args, **kwargs)
+                if observer.before_update(has_closure=has_closure):
+                    # LRScheduler warns when it is stepped before the optimizer ever was.
+                    optimizer._opt_called = True  # type: ignore[attr-defined]
+                    return None
+                observer.enter_update()
+                if tracer is not None:
+                    trace_by(tracer)
+                try:
+                    result = original(*args, **kwargs)
+                finally:
+                    if tracer is not None:
+                        trace_by(None)
+                    observer.leave_update()
+                observer.after_update(has_closure=has_closure)
+                return result
             finally:
-                observer.leave_update()
-            observer.after_update(has_closure=has_closure)
-            return result
+                if tracer is not None:
+                    trace_by(tracer)
 
+        with contextlib.suppress(Exception):  # what somebody put in the place of `step` may raise over being looked at
+            functools.update_wrapper(step, source)
+        leave_out(step)
         return types.MethodType(step, self._optimizer)
 
     def detach(self) -> None:

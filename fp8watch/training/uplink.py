@@ -79,6 +79,9 @@ class Uplink:
             is_genuine = self._verifier.ledger(reply)
         else:
             return True
+        if is_genuine and isinstance(reply, LedgerUpdate) and not self._verifier.is_news(reply):
+            logger.info("fp8watch: %s is %s: passed over, for a later verdict was taken", reply.checkpoint, reply.label)
+            return False
         if not is_genuine:
             self._channel.count_dropped("forged")
             if self._verifier.refused == 1:

@@ -21,7 +21,7 @@ from fp8watch.errors import CheckpointError, Halted, RanksApart
 from fp8watch.records import Command, Evaluation, Goodbye, Inquiry, LedgerUpdate
 from fp8watch.training.boundary import Boundary
 from fp8watch.training.data import Batches
-from fp8watch.training.resume import resume_alone, resume_together
+from fp8watch.training.resume import refuse_together, resume_alone, resume_together
 from fp8watch.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Watch:
         self._recorder = session.recorder
         self._pid = os.getpid()
         self._is_detached = False
+        self._ended: Halted | None = None
         # By identity, since a list can be neither hashed nor held weakly. A loop's iterator keeps its `Batches`, and
         # with it the loader; what no loop iterates any more goes, but for the newest and the one of rollbacks.
         self._batches: weakref.WeakValueDictionary[int, Batches] = weakref.WeakValueDictionary()
@@ -98,14 +99,15 @@ class Watch:
         """Restore the newest checkpoint that is not tainted, if there is any; the step to go on from.
 
         With several ranks all of them call it, and get the newest one that every rank finds sound. Raises
-        `CheckpointError`, with nothing overwritten, when there are checkpoints and none can be used: training from the
-        beginning unasked would be worse.
+        `CheckpointError`, with nothing overwritten, when there are checkpoints and none can be used, or when their
+        directory cannot be (another run saves there): training from the beginning unasked would be worse.
         """
-        manager = self._session.context.checkpoints
+        session, manager = self._session, self._session.context.checkpoints
+        if manager is None and session.cannot_resume:
+            refuse_together(session.peers, session.cannot_resume, session.agreement_seconds)
         if manager is None or self._is_detached:
-            self._session.note("resume: attach was given no checkpoints")
+            session.note("resume: attach was given no checkpoints")
             return self.global_step
-        session = self._session
         if manager.world_size == 1:
             found = resume_alone(manager, session.attempt)
         elif session.peers is None:
@@ -174,9 +176,11 @@ class Watch:
         `micro_step` calls it is not looked at. `tokens`: tokens of this step, a number or a tensor of one element on
         any device, which is not waited for; None: counted in the batches seen.
         Raises `Halted` when the policy stops the run (`RanksApart`, a kind of it, when ranks may be in different
-        states), and nothing else.
+        states), and again whenever it is called after that; nothing else.
         """
         if self._is_detached or os.getpid() != self._pid:
+            if self._ended is not None and os.getpid() == self._pid:
+                raise type(self._ended)(self._ended.reason)  # the loop has caught it and gone on
             return
         started = time.perf_counter()
         session = self._session
@@ -307,9 +311,11 @@ class Watch:
         logger.error("fp8watch: step %d: the run is halted: %s", self.global_step, reason)
         self._guard.call("halt", self._session.mark_halted, reason)
         self.detach("halted")
-        raise Halted(reason)
+        self._ended = Halted(reason)
+        raise self._ended
 
     def _stop(self, reason: str) -> None:
         logger.error("fp8watch: step %d: this rank stops before its next step: %s", self.global_step, reason)
         self.detach("ranks apart")
-        raise RanksApart(reason)
+        self._ended = RanksApart(reason)
+        raise self._ended

@@ -27,7 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_rank_is_held_up_and_none_stops(ranks: Launch, name: str) -> None:  # case: DST-02
+def test_no_rank_is_held_up_and_none_stops(ranks: Launch, name: str) -> None:
     assert ranks.ends(name) == ["end", "end"]
     assert [ranks.lines(name, rank)[-1]["failures"] for rank in range(2)] == [{}, {}]
 

@@ -206,6 +206,9 @@ def test_compiled_layers_are_said_not_to_be_probed_and_nothing_is_traced_again(c
     frames = frames_of(channel)
     assert not any("shadow_error" in frame.columns for frame in frames.values())
     assert not any(what_if.column("block", "snr") in frame.columns for frame in frames.values())
-    assert any(text.startswith("shadow_error: ") and "did not run in Python" in text for text in watch.not_observable)
+    assert any(
+        text.startswith("shadow_error: ") and "did not run in the step of its probe" in text
+        for text in watch.not_observable
+    )
     assert any(text.startswith("what_if: ") for text in watch.not_observable)
     assert all(np.isfinite(columns.unpack(frame.columns["amax"])[0]).all() for frame in list(frames.values())[2:])

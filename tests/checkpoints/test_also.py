@@ -101,10 +101,11 @@ def test_what_does_not_fit_is_refused_with_nothing_changed(tmp_path: Path) -> No
     without = run.save()
     also = give(run)
     step(run)
+    other = torch.nn.Linear(4, 5)
     name, before = run.save(), bits(run)
     with pytest.raises(Unfit, match=r"saved without ema \(also=\)"):
         run.manager.restore(without)
-    run.parts.also = {**also, "critic": torch.nn.Linear(4, 5)}
+    run.parts.also = {**also, "critic": other}
     with pytest.raises(Unfit, match=r"critic \(also=\) is another one, it differs in"):
         run.manager.restore(name)
     run.parts.also = {**also, "critic_optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ from fp8watch.training.agreement.base import Agreement, ObserveOnly, SingleProce
 from fp8watch.training.agreement.gloo import GlooTransport, TwoLevels, shorten
 from fp8watch.training.agreement.groups import ALONE, RankGroups
 from fp8watch.training.agreement.peers import Peers
+from fp8watch.training.agreement.start import NotNamed, Start
 from fp8watch.training.agreement.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of all that must be the same on every rank."""
     modules: str = ""
     """Digest of the names of its FP8 modules."""
+    start: str = ""
+    """What it would call this start; all go by the name that rank 0 gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,14 @@ class Joined:
     """How ranks talk outside of step boundaries; None: one rank, or they cannot."""
     elsewhere: tuple[str, ...] = ()
     """FP8 modules that other ranks hold and this one does not (pipeline stages, experts)."""
+    start: str = ""
+    """Name of this start, the same on all ranks and never used before (`Hello.start`); empty: they do not act together.
+    Commands name it, so that none is carried out in a later start, however alike the two are."""
+
+
+def new_start() -> str:
+    """A name for a start that none has had before."""
+    return secrets.token_hex(16)
 
 
 def policy_digest(*parts: object) -> str:
@@ -91,15 +103,23 @@ def join(
     `modules`: names of this rank's FP8 modules.
     """
     if identity.world_size == 1:
-        return Joined(agreement=SingleProcess(), attempt=attempt)
-    meeting = f"fp8watch/{next(_meetings)}{_restart()}"
+        return Joined(agreement=SingleProcess(), attempt=attempt, start=new_start())
+    meeting = f"fp8watch/{next(_meetings)}"
+    start: Start | None = None
     note = Note(
         rank=identity.rank, host=identity.host, run=identity.run, attempt=attempt, acts=acts,
-        policy=policy_digest(policy, groups.stages), modules=policy_digest(*modules),
+        policy=policy_digest(policy, groups.stages), modules=policy_digest(*modules), start=new_start(),
     )  # fmt: skip
     peers: Peers | None = None
     try:
         store = _store(meeting)
+        if _may_be_restarted():
+            start = Start(store, identity.rank, identity.world_size)
+            start.announce(acts=acts)
+            peers = Peers(store, identity.rank, identity.world_size, start)
+            if not acts:
+                return Joined(agreement=ObserveOnly(None), attempt=attempt, peers=peers)
+            store = _c10d.PrefixStore(start.name(settings.join_seconds, heeds_observers=True), store)
         if _is_known(store, f"note/{identity.rank}"):
             logger.warning("fp8watch: %s", STALE)
         peers = Peers(store, identity.rank, identity.world_size)
@@ -110,7 +130,7 @@ def join(
             return Joined(agreement=ObserveOnly(None), attempt=attempt, peers=peers)
         notes = _notes(store, identity.world_size, settings.join_seconds)
         elsewhere = _elsewhere(store, notes, modules)
-    except _NotTogether as error:
+    except (_NotTogether, NotNamed) as error:
         return Joined(agreement=ObserveOnly(str(error) if acts else None), attempt=attempt, peers=peers)
     except Exception as error:  # what a store raises differs by kind and version of torch
         logger.debug("ranks did not meet", exc_info=error)
@@ -128,7 +148,7 @@ def join(
         reason = f"several ranks: no group could be made ({shorten(error)})"
         return Joined(agreement=ObserveOnly(reason), attempt=attempt, peers=peers)
     agreement = AllRanks(identity.rank, votes, verdicts, wait_seconds=seconds, stages=groups.stages)
-    return Joined(agreement=agreement, attempt=attempt, peers=peers, elsewhere=elsewhere)
+    return Joined(agreement=agreement, attempt=attempt, peers=peers, elsewhere=elsewhere, start=notes[0].start)
 
 
 def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:
@@ -186,12 +206,10 @@ def _is_known(store: Any, key: str) -> bool:
         return False
 
 
-def _restart() -> str:
-    """torchrun's restarted ranks are given the store of those before them, with all that they wrote: a part of its own
-    for each restart. On several nodes each torchrun has a count of its own, which is no name to meet under."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return f"/restart-{count}" if is_one_node and count.isdecimal() and int(count) > 0 else ""
+def _may_be_restarted() -> bool:
+    """Whether torchrun starts the ranks, perhaps again and in the store that it kept: then each start is given a name.
+    Its count of restarts is none: it counts a node's own failures, not starts. The same answer on all ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _store(meeting: str) -> Any:

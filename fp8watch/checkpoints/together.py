@@ -1,0 +1,52 @@
+"""What the ranks of a run settle between them before one of them saves: a save in which ranks wait for each other is
+begun by all of them or by none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from fp8watch.checkpoints.storage import Storage
+from fp8watch.errors import CheckpointError
+
+
+class Together(Protocol):
+    """How this rank hears of the others. Neither raises."""
+
+    def all_begin(self, about: str, cannot: str) -> str:
+        """Every rank asks once about the same, and waits, within limits. `cannot`: why this rank does not begin.
+
+        Returns why no rank begins, the same on all of them; empty: all do.
+        """
+
+    def declined(self) -> str:
+        """Why a rank saves no checkpoints at all in this run, as far as it is known; empty: none has said so."""
+
+
+class Beginning:
+    """Asks the other ranks before each save, where that is needed."""
+
+    def __init__(self, storage: Storage, together: Together | None, world_size: int) -> None:
+        self._together = together if world_size > 1 else None
+        self._is_asked = world_size > 1 and storage.writes_own_files
+        self._is_needed = self._is_asked and storage.name == "dcp"
+        self._times: Counter[tuple[int, int]] = Counter()
+
+    def question(self, attempt: int, step: int) -> Callable[[str], str]:
+        """How to ask about the save of this step, once (see `Underway.begin`).
+
+        Raises `CheckpointError` when another rank saves nothing at all.
+        """
+        if self._together is not None and (declined := self._together.declined()):
+            raise CheckpointError(f"checkpoint of step {step} could not be saved: {declined}")
+        if not self._is_asked:
+            return str
+        if self._together is None:
+            missing = "ranks cannot ask each other whether all of them begin: torch.distributed is not initialised"
+            return (lambda cannot: cannot or missing) if self._is_needed else str
+        together = self._together
+        self._times = Counter({key: times for key, times in self._times.items() if key == (attempt, step)})
+        self._times[attempt, step] += 1
+        about = f"{attempt}/{step}/{self._times[attempt, step]}"
+        return lambda cannot: together.all_begin(about, cannot)
