@@ -1,7 +1,7 @@
 """The socket's format: a 4-byte big-endian length, then one msgpack record.
 
-A record of another wire version, too large, truncated or malformed raises `WireError`: receivers count it,
-drop it and go on. No pickle, ever.
+A record that is of another wire version, too large, truncated, malformed or out of bounds (`fp8watch.bounds`) raises
+`WireError`: receivers count it, drop it and go on. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from fp8watch import bounds
 from fp8watch.errors import WireError
 from fp8watch.records import Message, Record, Reply, Stored, Uplink
 
@@ -42,7 +43,9 @@ def frame(record: Record) -> bytes:
 
 def _decode(decoder: msgspec.msgpack.Decoder[Record], body: bytes) -> Record:
     try:
-        return decoder.decode(body)
+        record = decoder.decode(body)
+        bounds.check(record)
+        return record
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(str(error)) from error
 
@@ -75,7 +78,7 @@ class Splitter:
         self._limit = limit
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield every complete body. Raises `WireError` on an oversized length: the stream is lost then."""
+        """Yield every complete body. Raises `WireError` on an oversized length, after which the stream is lost."""
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._buffer)

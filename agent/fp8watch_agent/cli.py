@@ -62,7 +62,7 @@ def agent(
     node: Annotated[
         str | None,
         typer.Option(
-            parser=values.text, metavar="NAME", help="This node's name; default: FP8WATCH_NODE, else the host."
+            parser=values.name, metavar="NAME", help="This node's name; default: FP8WATCH_NODE, else the host."
         ),
     ] = None,
     any_user: Annotated[bool, typer.Option(help="Serve every user of the node; a run is its beginner's.")] = False,

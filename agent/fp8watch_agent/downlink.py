@@ -1,7 +1,8 @@
 """The thread that reads what the controller sends for the runs of this node.
 
 A reader of its own, from the start of each run's stream: an agent that was restarted hears again what it may have
-missed, and ranks know what they have had by its number. `deliver` gets every reply once.
+missed, and ranks know what they have had by its number. `deliver` gets every reply once; those for an earlier start of
+the run are among them, and `fp8watch_agent.node_session` lets them go.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from fp8watch import wire
+from fp8watch.controller.cluster.contest import RENEW_SECONDS, Contest, decode
 from fp8watch.controller.cluster.redis_keys import RunKeys
 from fp8watch.controller.cluster.redis_link import BLOCK_MS, RedisError, RedisLink, reason_of, words_of
 from fp8watch.errors import WireError
@@ -35,14 +38,23 @@ class DownlinkThread(threading.Thread):
         deliver: Callable[[Command | LedgerUpdate], None],
         on_error: Callable[[str], None],
         verifier: Verifier | None,
+        *,
+        node: str,
+        on_contest: Callable[[str, Contest | None], None],
     ) -> None:
-        """`verifier` None: nothing is passed on, for nobody could tell a command from a forged one."""
+        """`verifier` None: nothing is passed on, for nobody could tell a command from a forged one. `on_contest` is
+        called on this thread while the controller refuses this node's part of a run, and once (None) when it does not
+        any more."""
         super().__init__(name="fp8watch-downlink", daemon=True)
         self._link = link
         self._redis: Any = link.client
         self._deliver = deliver
         self._on_error = on_error
         self._verifier = verifier
+        self._node = node
+        self._on_contest = on_contest
+        self._contested: set[str] = set()
+        self._contests_at = 0.0
         self._positions: dict[str, str] = {}
         self._stopping = threading.Event()
         self._is_away = False
@@ -91,6 +103,7 @@ class DownlinkThread(threading.Thread):
         if not positions:
             self._stopping.wait(POLL_SECONDS)
             return
+        self._look_for_contests(list(positions))
         streams = {RunKeys(run).commands: at for run, at in positions.items()}
         if self._link.is_cluster:
             found = [item for key, at in streams.items() for item in self._redis.xread({key: at}, count=COUNT) or []]
@@ -106,6 +119,29 @@ class DownlinkThread(threading.Thread):
                 if run in self._positions:
                     self._positions[run] = entry_id.decode()
 
+    def _look_for_contests(self, runs: list[str]) -> None:
+        """Whether the controller refuses what this node says of its runs, every `RENEW_SECONDS`."""
+        now = time.monotonic()
+        if now - self._contests_at < RENEW_SECONDS:
+            return
+        self._contests_at = now
+        with self._redis.pipeline(transaction=False) as pipe:
+            for run in runs:
+                pipe.get(RunKeys(run).contested(self._node))
+            answers = pipe.execute(raise_on_error=False)
+        for run, answer in zip(runs, answers, strict=True):
+            # An older ACL does not allow this: commands must be heard all the same.
+            self._contest_of(run, None if isinstance(answer, Exception) else decode(answer))
+
+    def _contest_of(self, run: str, contest: Contest | None) -> None:
+        if contest is not None:
+            self._contested.add(run)
+        elif run in self._contested:
+            self._contested.discard(run)
+        else:
+            return
+        self._on_contest(run, contest)
+
     def _take(self, run: str, fields: dict[bytes, bytes]) -> None:
         try:
             reply = wire.unpack_reply(fields[b"b"])
@@ -115,13 +151,21 @@ class DownlinkThread(threading.Thread):
             return
         if not isinstance(reply, Command | LedgerUpdate) or reply.run != run:
             return
-        if self._is_genuine(reply):
-            self._deliver(reply)
-        else:
+        if not self._is_genuine(reply):
             self._on_error("forged")
             logger.warning("%s for run %s is not signed by a controller", type(reply).__name__, run)
+        elif isinstance(reply, Command) or self._is_news(reply):
+            self._deliver(reply)
+        else:
+            logger.info(
+                "%s of %s is %s: passed over, for a later verdict was taken", reply.checkpoint, run, reply.label
+            )
 
     def _is_genuine(self, reply: Command | LedgerUpdate) -> bool:
         if self._verifier is None:
             return False
         return self._verifier.command(reply) if isinstance(reply, Command) else self._verifier.ledger(reply)
+
+    def _is_news(self, update: LedgerUpdate) -> bool:
+        """A stream is read anew when its run is back on this node, with verdicts that others have replaced since."""
+        return self._verifier is not None and self._verifier.is_news(update)

@@ -1,6 +1,6 @@
 """/metrics: a registry of its own, one collector that reads `MetricsState`, one HTTP server thread.
 
-Nothing goes into `prometheus_client`'s global registry, and no text is made under the state's lock.
+Nothing goes into `prometheus_client`'s global registry, and no series or text is made under the state's lock.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from fp8watch.errors import MissingDependency
 from fp8watch.metrics import HEADROOM_BUCKETS
+from fp8watch.netloc import netloc, reachable
 from fp8watch.security.metrics_access import MetricsAccess
 from fp8watch_agent.families import Family
 from fp8watch_agent.metrics_state import MetricsState
@@ -70,8 +71,7 @@ class Exporter:
 
     def _serve(self, host: str, port: int) -> None:
         self._server, self._thread = self._access.serve(self.registry, host, port)
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        self.target = f"{shown}:{self._server.server_port}"
+        self.target = netloc(reachable(host), self._server.server_port)
         self.url = f"{self._access.scheme}://{self.target}/metrics"
 
 

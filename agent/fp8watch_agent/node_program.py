@@ -6,6 +6,7 @@ Made when Redis is configured; `fp8watch_agent.program` asks it for sessions and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import threading
@@ -13,10 +14,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from fp8watch.controller.cluster.contest import Contest, words
 from fp8watch.controller.cluster.redis_link import connect
 from fp8watch.metrics import BY_NAME
 from fp8watch.records import Command, LedgerUpdate
-from fp8watch.security import Verifier
+from fp8watch.security import Verifier, keyring
 from fp8watch.security.envelope import Sealer
 from fp8watch.security.keyring import KeyRing
 from fp8watch_agent import incarnation
@@ -64,9 +66,15 @@ class NodeProgram:
             spool=Spool(spool_folder(options), options.spool_limit_bytes),
             keep_seconds=options.redis_keep_seconds,
             metrics_url=metrics_url,
+            keys=keyring.shown(
+                {"frame": frame_ring, "command": None if verifier is None else verifier.ring},
+                is_unsigned_taken=verifier is not None and verifier.ring is None,
+            ),
             on_error=self._count,
         )
-        self.downlink = DownlinkThread(down, self._deliver, self._count, verifier)
+        self.downlink = DownlinkThread(
+            down, self._deliver, self._count, verifier, node=options.node, on_contest=self._contest
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: AgentServer | None = None
         metrics.about_process = self._families
@@ -114,6 +122,15 @@ class NodeProgram:
                 loop.call_soon_threadsafe(server.deliver, reply)
             except RuntimeError:  # the loop has just ended
                 logger.debug("reply for run %s came too late", reply.run)
+
+    def _contest(self, run: str, contest: Contest | None) -> None:
+        """Tell the ranks, and ask the controller again: the node that it prefers may be gone."""
+        loop, server = self._loop, self._server
+        if loop is not None and server is not None:
+            why = "" if contest is None else words(run, self._options.node, contest)
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                loop.call_soon_threadsafe(server.contested, run, why)
+        self.uplink.announce_again(run)
 
     def _count(self, reason: str) -> None:
         with self._lock:

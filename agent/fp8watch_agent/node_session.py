@@ -1,7 +1,8 @@
 """One run as a node's agent serves it in cluster mode: reduce, export, forward; nothing is decided here.
 
 The same face as `fp8watch_agent.session.RunSession`. What the controller sends arrives through `take`, and is kept
-for ranks that connect later: they hear it when they are greeted, and know by its number what they have had.
+for ranks that connect later: they hear it when they are greeted, and know by its number what they have had. What is for
+an earlier start of the run, whose name and stream a new one shares, is not kept.
 """
 
 from __future__ import annotations
@@ -67,8 +68,13 @@ class NodeSession:
         self._reducer = NodeReducer(run, node, time.monotonic)
         self._term = 0
         self._attempt = 0
+        self._starts: dict[int, str] = {}
+        """Rank -> the start that it is of (`Hello.start`): nothing that is for another is handed to them."""
         self._counted: dict[str, int] = {}
         self._warnings: list[str] = []
+        self._contested = ""
+        """Why the controller refuses what this node says of the run."""
+        self._has_news = False
         self._commands: dict[tuple[int, int], Command] = {}
         self._ledger: dict[str, LedgerUpdate] = {}
         self._endpoint = Endpoint(
@@ -94,8 +100,7 @@ class NodeSession:
             self._new_layout(self._reducer.layout(message))
         elif isinstance(message, Hello):
             self._reducer.ranks.add(message.rank)
-            self._attempt = max(self._attempt, message.attempt)
-            self._commands = {key: c for key, c in self._commands.items() if c.attempt >= self._attempt}
+            self._begin(message)
             self._send(message)
             return [self._welcome()]
         else:
@@ -110,14 +115,14 @@ class NodeSession:
 
     def take(self, reply: Command | LedgerUpdate) -> list[Reply]:
         """The controller's message; what goes to the ranks that are connected."""
+        if not self._is_wanted(reply):
+            return []
         if isinstance(reply, LedgerUpdate):
             self._ledger.pop(reply.checkpoint, None)
             self._ledger[reply.checkpoint] = reply
             while len(self._ledger) > MAX_LEDGER:
                 del self._ledger[next(iter(self._ledger))]
             return [reply]
-        if reply.attempt < self._attempt:
-            return []
         if reply.term > self._term:
             self._term = reply.term
             self._learn_term(reply.term)
@@ -141,9 +146,19 @@ class NodeSession:
             self._counted[reason] = count
         return []
 
+    def contested(self, why: str) -> None:
+        """The controller refuses this node's part of the run (empty: no longer): the ranks are told."""
+        if why and why != self._contested:
+            logger.warning("%s", why)
+            self._has_news = True
+        self._contested = why
+
     def news(self) -> Welcome | None:
-        """Warnings are said at the greeting only."""
-        return None
+        """A welcome with what came up after the ranks were greeted; other warnings are said at the greeting only."""
+        if not self._has_news:
+            return None
+        self._has_news = False
+        return self._welcome()
 
     def close(self) -> None:
         """No rank of the run is left here."""
@@ -152,6 +167,25 @@ class NodeSession:
         targets.announce(
             self._directory, msgspec.structs.replace(self._endpoint, state="ended", socket="", metrics_url="")
         )
+
+    def _begin(self, hello: Hello) -> None:
+        """A rank has introduced itself: what was for an earlier start or attempt is let go."""
+        if hello.start and hello.start not in self._starts.values():
+            self._starts = {rank: start for rank, start in self._starts.items() if not start}
+            self._attempt = 0  # a new start may count them anew
+        self._starts[hello.rank] = hello.start
+        self._attempt = max(self._attempt, hello.attempt)
+        self._commands = {key: command for key, command in self._commands.items() if self._is_wanted(command)}
+        self._ledger = {name: update for name, update in self._ledger.items() if self._is_wanted(update)}
+
+    def _is_wanted(self, reply: Command | LedgerUpdate) -> bool:
+        """Whether it is for the ranks that are here. What names no start, of a controller of an earlier version, is for
+        them to refuse."""
+        if reply.start and reply.start not in self._starts.values():
+            return False
+        if reply.nodes and self._node not in reply.nodes:
+            return False  # of the run of that name that is trained elsewhere
+        return isinstance(reply, LedgerUpdate) or reply.attempt >= self._attempt
 
     def _forward(self, frames: list[NodeFrame]) -> None:
         for frame in frames:
@@ -174,5 +208,5 @@ class NodeSession:
     def _welcome(self) -> Welcome:
         return Welcome(
             wire_version=wire.WIRE_VERSION, run=self.run, term=self._term, metrics_url=self._endpoint.metrics_url,
-            store=self._endpoint.store, warnings=list(self._warnings),
+            store=self._endpoint.store, warnings=[*self._warnings, *filter(None, [self._contested])],
         )  # fmt: skip

@@ -51,6 +51,10 @@ class Owners:
         owner = self._owners.setdefault(run, peer.uid)
         return peer.uid in (0, owner)
 
+    def owner(self, run: str) -> int | None:
+        """The user id of a run's owner; None: nobody has spoken for it."""
+        return self._owners.get(run)
+
     def release(self, run: str) -> None:
         """The run is over: its name is free."""
         self._owners.pop(run, None)

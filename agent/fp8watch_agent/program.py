@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fp8watch.controller.service import RunController
 from fp8watch.controller.stores.base import Store
-from fp8watch.errors import EXIT_BAD_INPUT, EXIT_UNREACHABLE, BadInput, MissingDependency
+from fp8watch.errors import EXIT_BAD_INPUT, EXIT_UNREACHABLE, BadInput, MissingDependency, Unreachable
 from fp8watch.policy.load import parse
 from fp8watch.records import Hello, Stored
 from fp8watch.security import KeyRing, Signer, Verifier, load_ring
@@ -69,7 +69,7 @@ def run(options: AgentOptions) -> int:
         asyncio.run(_serve(options, metrics, listener, url, problem, keys, node))
     except (BadInput, MissingDependency) as error:
         logger.error("%s", error)
-        return EXIT_BAD_INPUT
+        return EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_BAD_INPUT
     finally:
         if exporter is not None:
             exporter.stop()
@@ -82,7 +82,7 @@ async def _serve(
     options: AgentOptions, metrics: MetricsState, listener: socket.socket, metrics_url: str, problem: str | None,
     keys: Keys, node: NodeProgram | None,
 ) -> None:  # fmt: skip
-    identity = os.stat(options.socket)
+    identity = os.lstat(options.socket)
 
     def make_controller(store: Store, listener: Callable[[Stored], None]) -> Controller:
         return RunController(
@@ -124,19 +124,22 @@ async def _serve(
             node.stop()
         # Only our own: a successor may already have put its socket in this place.
         with contextlib.suppress(OSError):
-            if os.stat(options.socket).st_ino == identity.st_ino:
-                options.socket.unlink()
+            server.remove_own(options.socket, identity)
 
 
 def _node(options: AgentOptions, metrics: MetricsState, url: str, keys: Keys) -> NodeProgram | None:
     """What belongs to the cluster; redis is needed there only."""
     if not options.is_cluster:
         return None
+    from fp8watch.controller.cluster.redis_link import RedisError, shown
     from fp8watch_agent.node_program import NodeProgram
 
     if keys.verifier is None:
         logger.warning("no command key (FP8WATCH_COMMAND_KEY): commands from redis are not passed on")
-    return NodeProgram(options, metrics, url, keys.frame_ring, keys.verifier)
+    try:
+        return NodeProgram(options, metrics, url, keys.frame_ring, keys.verifier)
+    except RedisError as error:  # of a Redis Cluster, at once; what is one server is waited for
+        raise Unreachable([f"redis at {shown(options.redis_url or '')} cannot be reached: {error}"]) from error
 
 
 @dataclass(frozen=True, slots=True)

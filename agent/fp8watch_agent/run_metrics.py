@@ -6,14 +6,14 @@ by quantity and the gauge keeps the last finite one, so that no alert rule ever 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fp8watch.controller.open_findings import Open
 from fp8watch.records import ActionRecord, Finding, Goodbye, Hello, Layout, StepFrame
 from fp8watch_agent.tensor_metrics import TensorMetrics
-from fp8watch_agent.worst import WorstLayers
 
 GAUGES = {
     "loss": "fp8watch_loss", "grad_norm": "fp8watch_grad_norm", "learning_rate": "fp8watch_learning_rate",
@@ -43,8 +43,10 @@ class _RankScalars:
 class RunMetrics:
     """State of one run. Not for several threads: `MetricsState` holds the lock."""
 
-    def __init__(self, run: str, worst_layers: int) -> None:
+    def __init__(self, run: str) -> None:
         self.run = run
+        self.is_heard = False
+        """Whether a rank has sent anything, and not only something been said of the run."""
         self.mode = "observe"
         self.state = "running"
         self.state_since = 0.0
@@ -56,7 +58,6 @@ class RunMetrics:
         self._failed_attempt = self._halted_attempt = -1
         self.recipe = ""
         self.tensors = TensorMetrics()
-        self.worst = WorstLayers(worst_layers)
         self.evaluations: dict[str, float] = {}
         self.steps = 0
         self.tokens = 0.0
@@ -64,8 +65,6 @@ class RunMetrics:
         self.skipped_steps = 0
         self.loss_spikes = 0
         self.store_errors = 0
-        self.series_dropped = 0
-        self.series_over = 0
         self.nonfinite: Counter[str] = Counter()
         self.findings: Counter[tuple[str, str, str]] = Counter()
         self.actions: Counter[tuple[str, str]] = Counter()
@@ -76,6 +75,21 @@ class RunMetrics:
         self._newest = (-1, -1)
         self._seen: deque[str] = deque()
         self._seen_set: set[str] = set()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether ranks train under this name now."""
+        return self.is_heard and self.state == "running"
+
+    def head(self) -> RunMetrics:
+        """A copy of everything but the tensors, which nothing that comes later changes."""
+        made = copy.copy(self)
+        made.tensors = _NO_TENSORS
+        made.hellos, made.evaluations = self.hellos.copy(), self.evaluations.copy()
+        made.nonfinite, made.findings, made.actions = self.nonfinite.copy(), self.findings.copy(), self.actions.copy()
+        made.dropped, made.unseen = self.dropped.copy(), self.unseen.copy()
+        made._ranks = {number: replace(rank, values=rank.values.copy()) for number, rank in self._ranks.items()}
+        return made
 
     def greet(self, hello: Hello, now: float) -> None:
         """A rank has connected, or says that a new attempt begins."""
@@ -88,9 +102,12 @@ class RunMetrics:
         self._ranks.setdefault(hello.rank, _RankScalars(attempt=hello.attempt, step=hello.step))
         self.set_state("running", now)
 
-    def layout(self, layout: Layout) -> None:
-        """A rank's columns. Raises `WireError` for too many."""
-        self.tensors.layout(layout)
+    def layout(self, layout: Layout, *, is_kept: bool = True) -> None:
+        """A rank's columns; not kept: of its tensors nothing is exported. Raises `WireError` for too many."""
+        if is_kept:
+            self.tensors.layout(layout)
+        else:
+            self.tensors.forget_rank(layout.rank)
         if layout.columns:
             self.recipe = layout.columns[0].recipe
         self._rank(layout.rank, layout.attempt).values.update(
@@ -223,6 +240,9 @@ class RunMetrics:
         if len(self._seen) > _REMEMBERED_IDS:
             self._seen_set.discard(self._seen.popleft())
         return True
+
+
+_NO_TENSORS = TensorMetrics()
 
 
 def _is_failure(reason: str) -> bool:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from fp8watch import wire
 from fp8watch.records import Command, Goodbye, Hello, LedgerUpdate, Message, Reply, Welcome
@@ -43,6 +47,9 @@ class Session(Protocol):
 
     def take(self, reply: Command | LedgerUpdate) -> list[Reply]:
         """What a controller elsewhere has sent."""
+
+    def contested(self, why: str) -> None:
+        """A controller elsewhere refuses this node's part of the run; empty: no longer."""
 
     def news(self) -> Welcome | None:
         """For all ranks; None: nothing new."""
@@ -85,6 +92,12 @@ class AgentServer:
         if session is not None:
             self._route(reply.run, session.take(reply), None)
 
+    def contested(self, run: str, why: str) -> None:
+        """A controller elsewhere refuses this node's part of a run; empty: no longer. On the loop's thread."""
+        if (session := self._sessions.get(run)) is not None:
+            session.contested(why)
+            self._route(run, [], None)
+
     async def serve(self, listener: socket.socket) -> None:
         """Accept on a bound, listening socket until the end; sessions are closed on the way out."""
         if self._only_run is not None:
@@ -113,6 +126,7 @@ class AgentServer:
                 next_tick = now + TICK_SECONDS
                 for session in list(self._sessions.values()):
                     self._route(session.run, session.tick(), None)
+                self._metrics.let_go()
             is_parent_gone = self._parent_pid is not None and os.getppid() != self._parent_pid
             if self._lifecycle.is_over(now, is_parent_gone=is_parent_gone):
                 return
@@ -157,6 +171,7 @@ class AgentServer:
                     self._refuse(connection, before)
                     return
                 before.close()  # the rank is back before the end of its last connection was seen
+            message = msgspec.structs.replace(message, owner=self._owners.owner(run))
             connection.pid = message.pid
             self._connections[connection.key] = connection
             self._lifecycle.connected(connection.key)
@@ -240,17 +255,10 @@ class AgentServer:
 def listen(path: Path, mode: int = OWNER_ONLY) -> socket.socket:
     """Bind and listen on a unix socket of the given mode: by default only this user can connect.
 
-    A socket file that nobody serves is removed; raises `OSError` (EADDRINUSE) when somebody does.
+    A socket that nobody serves is removed. Raises `OSError` when somebody does (EADDRINUSE), and for anything else that
+    lies there (EEXIST), links included: that is left as it is.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.settimeout(1.0)
-            probe.connect(os.fspath(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-        else:
-            raise OSError(98, f"another agent serves {path}")
+    _clear(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         mask = os.umask(0o777 & ~mode)
@@ -264,3 +272,32 @@ def listen(path: Path, mode: int = OWNER_ONLY) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _clear(path: Path) -> None:
+    """Remove the socket of an agent that is gone, and nothing else."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "something else than a socket"
+        raise FileExistsError(errno.EEXIST, f"{kind} lies there, and only a socket is replaced")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.settimeout(1.0)
+            probe.connect(os.fspath(path))
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            remove_own(path, found)
+        else:
+            raise OSError(errno.EADDRINUSE, f"another agent serves {path}")
+
+
+def remove_own(path: Path, identity: os.stat_result) -> None:
+    """Remove a socket if it is still the one of `identity`: an inode's number alone may be another file's by now."""
+    with contextlib.suppress(FileNotFoundError):
+        now = os.lstat(path)
+        if stat.S_ISSOCK(now.st_mode) and (now.st_dev, now.st_ino) == (identity.st_dev, identity.st_ino):
+            path.unlink()

@@ -107,6 +107,9 @@ class RunSession:
         """Nothing: there is no controller elsewhere."""
         return []
 
+    def contested(self, why: str) -> None:
+        """Nothing, for the same reason."""
+
     def news(self) -> Welcome | None:
         """A welcome with warnings that came up after the ranks were greeted, for all of them; None: no news."""
         if not self._unsaid:

@@ -38,9 +38,24 @@ _RECENT_STEPS = 64
 class _RankView:
     """Latest values of one rank, one element a row; NaN: not observed."""
 
-    layout: Layout
+    layout_id: int
     rows: Rows
     gauges: dict[str, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A copy of what is exported of a run's tensors; arrays have one element a row."""
+
+    modules: list[str]
+    blocks: list[str]
+    tensors: list[str]
+    gauges: dict[str, Floats]
+    """NaN where not observed."""
+    counts: dict[str, Counts]
+    clipped_steps: Counts
+    histogram: Counts
+    """Not cumulative, of shape (classes, buckets)."""
 
 
 class TensorMetrics:
@@ -63,8 +78,7 @@ class TensorMetrics:
 
     def layout(self, layout: Layout) -> None:
         """Learn a rank's columns. Raises `WireError` for more tensors than are kept."""
-        new = {(c.module, c.tensor) for c in layout.columns} - self._row_of.keys()
-        if len(self._row_of) + len(new) > MAX_TENSORS:
+        if len(self._row_of) + self.num_new(layout) > MAX_TENSORS:
             raise WireError(f"layout of {len(layout.columns)} tensors, limit {MAX_TENSORS} a run")
         for column in layout.columns:
             key = (column.module, column.tensor)
@@ -78,12 +92,30 @@ class TensorMetrics:
         for row, column in zip(rows, layout.columns, strict=True):
             self._fp8_max[row] = FORMATS[column.fp8_format].max if column.fp8_format in FORMATS else np.nan
         before = self._ranks.get(layout.rank)
-        view = _RankView(layout=layout, rows=rows)
+        view = _RankView(layout_id=layout.layout_id, rows=rows)
         if before is not None:
             for name, values in before.gauges.items():
                 view.gauges[name] = np.full(len(self.modules), np.nan, dtype=np.float32)
                 view.gauges[name][rows] = self._sized(values)[rows]
         self._ranks[layout.rank] = view
+
+    def num_new(self, layout: Layout) -> int:
+        """How many rows a layout would add."""
+        return len({(c.module, c.tensor) for c in layout.columns} - self._row_of.keys())
+
+    def view(self, now: float) -> TensorView:
+        """A copy of everything that is exported, which no later frame changes."""
+        gauges = {name: self.gauge(name) for name in ("amax", "scale", "headroom", *SAMPLED_GAUGES)}
+        gauges |= {"amax_max_60s": self.amax_max_60s(now), "headroom_min_60s": self.headroom_min_60s(now)}
+        return TensorView(
+            modules=self.modules.copy(),
+            blocks=self.blocks.copy(),
+            tensors=self.tensors.copy(),
+            gauges=gauges,
+            counts={name: values.copy() for name, values in self.counts.items()},
+            clipped_steps=self.clipped_steps.copy(),
+            histogram=self.histogram.copy(),
+        )
 
     def forget_rank(self, rank: int) -> None:
         """A rank is gone: its last values no longer count."""
@@ -96,7 +128,7 @@ class TensorMetrics:
         fit the layout.
         """
         view = self._ranks.get(frame.rank)
-        if view is None or view.layout.layout_id != frame.layout_id or not frame.columns:
+        if view is None or view.layout_id != frame.layout_id or not frame.columns:
             return {}
         amax, amax_ok = _read(frame, "amax", len(view.rows))
         scale, scale_ok = _read(frame, "scale", len(view.rows))

@@ -13,11 +13,11 @@ import json
 import logging
 import os
 import random
+import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,11 +25,12 @@ import msgspec
 from fp8watch import __version__, wire
 from fp8watch.controller.cluster import redis_keys
 from fp8watch.controller.cluster.redis_keys import RunKeys
-from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, reason_of, words_of
+from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, ResponseError, reason_of, words_of
 from fp8watch.records import Goodbye, Hello, Layout, NodeFrame, RankLost, Uplink
 from fp8watch.security.envelope import Sealer
+from fp8watch_agent.known import Again, Heard, Known, Over, layout_field, rank_field
+from fp8watch_agent.namesake import Namesake
 from fp8watch_agent.spool import Entry, Spool
-from fp8watch_agent.trim import Ages
 
 logger = logging.getLogger(__name__)
 MAX_QUEUED = 4096
@@ -44,15 +45,6 @@ MAX_RETRY_SECONDS = 2.0
 _encoder = msgspec.msgpack.Encoder()
 
 
-@dataclass(slots=True)
-class _Known:
-    hellos: dict[int, Hello] = field(default_factory=dict)
-    sealed: dict[int, bytes] = field(default_factory=dict)
-    """The hellos as they were sent."""
-    layout: Layout | None = None
-    ages: Ages = field(default_factory=lambda: Ages(time.monotonic))
-
-
 class UplinkThread(threading.Thread):
     """Owns one connection. `send` may be called from any thread and never waits."""
 
@@ -65,8 +57,10 @@ class UplinkThread(threading.Thread):
         spool: Spool,
         keep_seconds: float,
         metrics_url: str = "",
+        keys: Mapping[str, object] | None = None,
         on_error: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """`keys`: what the agent says of the keys that it was given (`fp8watch.security.keyring.shown`)."""
         super().__init__(name="fp8watch-uplink", daemon=True)
         self._link = link
         self._redis: Any = link.client
@@ -75,15 +69,19 @@ class UplinkThread(threading.Thread):
         self._spool = spool
         self._keep_seconds = keep_seconds
         self._metrics_url = metrics_url
+        self._keys = dict(keys or {})
         self._on_error = on_error
-        self._queue: deque[Uplink] = deque()
-        self._known: dict[str, _Known] = {}
-        self._gone: list[tuple[str, int]] = []
+        self._queue: deque[Uplink | Over | Again | Heard] = deque()
+        self._known: dict[str, Known] = {}
+        self._gone: list[tuple[str, str]] = []
+        """(run, field of its `ranks`) that are to be removed."""
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._presence_at = self._trim_at = self._retry_at = self._away_since = 0.0
         self._since_unix = time.time()
+        self._namesake = Namesake(os.getpid(), self._since_unix, time.monotonic)
+        self._said: set[str] = set()
         self.is_away = False
         """Redis cannot be reached or takes nothing; things go to the spool."""
         self.lost: Counter[str] = Counter()
@@ -107,7 +105,7 @@ class UplinkThread(threading.Thread):
         """Messages that are lost for good, by reason."""
         return dict(self.lost + self._spool.lost)
 
-    def send(self, message: Uplink) -> None:
+    def send(self, message: Uplink | Over | Again | Heard) -> None:
         """Queue a message."""
         if len(self._queue) >= MAX_QUEUED:
             self._queue.popleft()
@@ -123,14 +121,16 @@ class UplinkThread(threading.Thread):
 
     def learn_term(self, run: str, term: int) -> None:
         """A command of this term was heard: ranks that are announced again have seen it."""
-        known = self._known.get(run)
-        for rank, hello in list(known.hellos.items()) if known is not None else []:
-            if hello.journal_term < term:
-                self._known[run].hellos[rank] = msgspec.structs.replace(hello, journal_term=term)
+        self.send(Heard(run, term))
+
+    def announce_again(self, run: str) -> None:
+        """Say again which ranks of a run are here: the controller has refused them, and may not any more. Safe from any
+        thread."""
+        self.send(Again(run))
 
     def forget(self, run: str) -> None:
-        """A run is over on this node."""
-        self._known.pop(run, None)
+        """A run is over on this node, once what was sent of it before is out. Safe from any thread."""
+        self.send(Over(run))
 
     def run(self) -> None:
         """Thread body."""
@@ -174,7 +174,8 @@ class UplinkThread(threading.Thread):
         if self.is_away:
             self.is_away = False
             if now - self._away_since > PRESENCE_TTL_MS / 2000:
-                self._announce([run for run, known in list(self._known.items()) if known.hellos])
+                for run in list(self._known):
+                    self.send(Again(run))
             self._presence_at = 0.0  # look at once whether Redis still knows this node's runs
             logger.info("redis at %s takes frames again; %d from the spool sent", self._link.shown, self.replayed)
         self._retry_seconds = FIRST_RETRY_SECONDS
@@ -183,7 +184,7 @@ class UplinkThread(threading.Thread):
         entries: list[Entry] = []
         size = 0
         while self._queue and len(entries) < BATCH_ENTRIES and size < BATCH_BYTES:
-            entry = self._sealed(self._queue.popleft())
+            entry = self._next()
             if entry is not None:
                 entries.append(entry)
                 size += entry.size
@@ -196,23 +197,47 @@ class UplinkThread(threading.Thread):
 
     def _to_spool(self) -> None:
         while self._queue:
-            entry = self._sealed(self._queue.popleft())
+            entry = self._next()
             if entry is not None:
                 self._spool.put(entry)
+
+    def _next(self) -> Entry | None:
+        """The next of the queue, sealed; None: nothing is to be sent for it."""
+        message = self._queue.popleft()
+        if not isinstance(message, Over | Again | Heard):
+            return self._sealed(message)
+        known = self._known.get(message.run)
+        if known is None:
+            return None
+        if isinstance(message, Heard):
+            known.learn_term(message.term)
+        elif isinstance(message, Again):
+            self._queue.extendleft(reversed(known.announcement()))
+        else:
+            for rank in list(known.hellos):
+                self._left(message.run, rank)
+            self._known.pop(message.run, None)
+        return None
+
+    def _left(self, run: str, rank: int) -> None:
+        """A rank is not here any more."""
+        known = self._known.get(run, Known())
+        known.hellos.pop(rank, None)
+        known.sealed.pop(rank, None)
+        self._gone.append((run, rank_field(rank, self._node)))
+        if not known.hellos:
+            self._known.pop(run, None)
+            self._gone.append((run, layout_field(self._node)))
 
     def _sealed(self, message: Uplink) -> Entry | None:
         """The one place where a message leaves the node."""
         if isinstance(message, Hello):
-            self._known.setdefault(message.run, _Known()).hellos[message.rank] = message
+            self._known.setdefault(message.run, Known()).hellos[message.rank] = message
+            self._presence_at = 0.0  # a run that goes on must not be let go with its earlier end
         elif isinstance(message, Layout):
-            self._known.setdefault(message.run, _Known()).layout = message
+            self._known.setdefault(message.run, Known()).layout = message
         elif isinstance(message, Goodbye | RankLost):
-            known = self._known.get(message.run, _Known())
-            known.hellos.pop(message.rank, None)
-            known.sealed.pop(message.rank, None)
-            if not known.hellos:
-                self._known.pop(message.run, None)
-            self._gone.append((message.run, message.rank))
+            self._left(message.run, message.rank)
         try:
             data = _encoder.encode(self._sealer.seal(wire.pack(message)))
         except Exception as error:
@@ -221,26 +246,33 @@ class UplinkThread(threading.Thread):
             return None
         if isinstance(message, Hello):
             self._known[message.run].sealed[message.rank] = data
+        elif isinstance(message, Layout):
+            self._known[message.run].sealed_layout = data
         return Entry(message.run, isinstance(message, NodeFrame), data)
 
     def _post(self, entries: list[Entry]) -> None:
         """Send entries in order. Raises when one of them was not taken: then all are to be sent again."""
         gone = self._gone[:]
+        written: dict[str, bytes | None] = {}
         with self._redis.pipeline(transaction=False) as pipe:
-            for run, rank in gone:
-                pipe.hdel(RunKeys(run).ranks, str(rank))
+            for run, name in gone:
+                pipe.hdel(RunKeys(run).ranks, name)
             for entry in entries:
                 keys = RunKeys(entry.run)
                 if not entry.is_frame:
                     pipe.sadd(redis_keys.ACTIVE, entry.run)
-                    if (known := self._known.get(entry.run)) is not None and known.sealed:
-                        pipe.hset(keys.ranks, mapping={str(rank): data for rank, data in known.sealed.items()})
+                    known = self._known.get(entry.run)
+                    if known is not None and entry.run not in written and (beside := known.beside(self._node)):
+                        pipe.hset(keys.ranks, mapping=beside)
+                        written[entry.run] = known.sealed_layout
                 pipe.xadd(keys.frames, {"k": "n" if entry.is_frame else "m", "e": entry.data})
             answers = pipe.execute(raise_on_error=False)
         bad = next((answer for answer in answers if isinstance(answer, Exception)), None)
         if bad is not None:
             raise bad
         del self._gone[: len(gone)]
+        for run, layout in written.items():
+            self._known[run].written_layout = layout
         self._note_ages(entries, answers)
         self.sent += len(entries)
         self.sent_bytes += sum(len(entry.data) for entry in entries)
@@ -253,9 +285,11 @@ class UplinkThread(threading.Thread):
         runs = [run for run, known in list(self._known.items()) if known.hellos]
         about = {
             "node": self._node, "pid": os.getpid(), "version": __version__, "wire_version": wire.WIRE_VERSION,
-            "time_unix": time.time(), "started_unix": self._since_unix, "runs": runs,
+            "time_unix": time.time(), "started_unix": self._since_unix, "host": socket.gethostname(), "runs": runs,
+            "namesake": self._look_around(runs),
             "ranks": sum(len(known.hellos) for known in self._known.values()),
             "spool_bytes": self._spool.size_bytes, "dropped": self.dropped, "metrics_url": self._metrics_url,
+            **self._keys,
         }  # fmt: skip
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(redis_keys.NODES, self._node, json.dumps(about))
@@ -268,20 +302,40 @@ class UplinkThread(threading.Thread):
             if not answers[3 + 3 * position]:
                 logger.warning("redis at %s has lost run %s; announcing it again", self._link.shown, run)
                 self._on_error("data_lost")
-                self._announce([run])
+                self.send(Again(run))
         if now - self._trim_at >= TRIM_SECONDS:
             self._trim_at = now
             # Each agent trims, so that streams are bounded while no controller runs.
             self._trim(runs, self._keep_seconds)
 
-    def _announce(self, runs: list[str]) -> None:
-        """Say again which ranks are here: Redis has lost it, or who was silent for long was taken for gone."""
-        for run in runs:
-            known = self._known.get(run, _Known())  # or it has just ended on this node
-            for hello in list(known.hellos.values()):
-                self.send(hello)
-            if known.layout is not None:
-                self.send(known.layout)
+    def _look_around(self, runs: list[str]) -> str:
+        """Keep what an earlier end of a run wanted to expire: it goes on. Returns who else sends under this node's
+        name; empty: nobody. Under the rights of an earlier version neither is allowed, which is said once."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hget(redis_keys.NODES, self._node)
+            for run in runs:
+                for key in RunKeys(run).to_go_on:
+                    pipe.persist(key)
+            found, *others = pipe.execute(raise_on_error=False)
+        for error in (found, *others):
+            if isinstance(error, ResponseError) and reason_of(error) == "denied":
+                self._say_once("denied", f"redis at {self._link.shown}: {words_of(error)}: renew docs/redis-acl.conf")
+            elif isinstance(error, Exception):
+                raise error
+        other = self._namesake.look(found if isinstance(found, bytes) else None)
+        if other:
+            self._on_error("node_name_taken")
+            self._say_once(
+                other,
+                f"another agent is alive under the name of this node, {self._node}: {other}. Of a run on both, "
+                "controllers hear only the agent that was started last: give each its own name (FP8WATCH_NODE)",
+            )
+        return other
+
+    def _say_once(self, what: str, words: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("%s", words)
 
     def _note_ages(self, entries: list[Entry], answers: list[Any]) -> None:
         """Names that Redis gave: an entry's answer is a name, of the other commands a number."""
@@ -293,7 +347,7 @@ class UplinkThread(threading.Thread):
     def _trim(self, runs: list[str], keep_seconds: float) -> None:
         redis_seconds = self._redis.time()[0]
         for run in runs:
-            ages = self._known.get(run, _Known()).ages
+            ages = self._known.get(run, Known()).ages
             oldest = ages.oldest_kept(keep_seconds, redis_seconds)
             self._redis.xtrim(RunKeys(run).frames, minid=oldest, approximate=True)
 

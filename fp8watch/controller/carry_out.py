@@ -1,7 +1,7 @@
 """The action log of a run: every decision becomes an `ActionRecord`, and every answer changes it.
 
-An action counts as done only when it was read back, and as helpful only when its signal recovered. A skipped update
-is the ranks' own standing rule: it is read back from the next step's numbers.
+An action counts as done only once it was read back, and as helpful only once its signal recovered. A skipped update is
+the ranks' own standing rule, and is read back from the numbers of the next step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fp8watch.controller.commands import Conclusion
 from fp8watch.detect.base import Sample
 from fp8watch.policy.budgets import Spent
 from fp8watch.policy.state import Decision, InForce, PolicyState
+from fp8watch.policy.turn import join
 from fp8watch.policy.view import View
 from fp8watch.records import ActionRecord, Command, CommandResult, RunRecord, Stored
 
@@ -25,7 +26,7 @@ _REVERTIBLE = frozenset({"hold_lr", "tighten_clip", "raise_margin", "bf16_layers
 
 
 class ActionLog:
-    """The actions of one run by id; `changed` hands out what is new since it was last asked."""
+    """The actions of one run by id; `changed` returns what is new since the last call."""
 
     def __init__(self, run: str, clock: Callable[[], float]) -> None:
         self._run = run
@@ -33,11 +34,15 @@ class ActionLog:
         self._actions: dict[str, ActionRecord] = {}
         self._changed: dict[str, None] = {}
         self._standing: str | None = None
-        """A skipped update whose next step has not been seen yet."""
+        """Id of a skipped update whose next step has not been seen yet."""
 
     def records(self) -> list[ActionRecord]:
-        """All of them as they are now."""
+        """All records, as they are now."""
         return [*self._actions.values()]
+
+    def records_of(self, action_ids: Iterable[str]) -> dict[str, ActionRecord]:
+        """Those of these ids that are known, as they are now."""
+        return {action_id: self._actions[action_id] for action_id in action_ids if action_id in self._actions}
 
     def changed(self) -> list[ActionRecord]:
         """Records that are new or have changed, each once."""
@@ -45,22 +50,22 @@ class ActionLog:
         self._changed.clear()
         return records
 
-    def take(self, decision: Decision, view: View) -> None:
-        """Write a decision down."""
+    def take(self, decision: Decision, view: View, start: str = "") -> None:
+        """Record a decision. `start`: the training processes that it is for (`Hello.start`)."""
         known = self._actions.get(decision.action_id)
         if decision.kind == "verdict":
-            # What was undone for want of effect stays "no_effect"; the reason is kept beside that of the decision.
+            # An action undone for lack of effect stays "no_effect"; this reason is appended to that of the decision.
             if known is not None:
-                self._put(known, outcome=decision.outcome, reason=_join(known.reason, decision.reason))
+                self._put(known, outcome=decision.outcome, reason=join(known.reason, decision.reason))
             return
         if decision.kind == "revert":
             if known is not None:
-                self._put(known, reason=_join(known.reason, f"undone: {decision.reason}"))
+                self._put(known, reason=join(known.reason, f"undone: {decision.reason}"))
             return
         status: Any = decision.status or _STATUS[decision.kind]
         if known is not None:
             self._put(
-                known, status=status, reason=_join(known.reason, decision.reason),
+                known, status=status, reason=join(known.reason, decision.reason),
                 answered_by=decision.by or known.answered_by,
             )  # fmt: skip
             return
@@ -82,14 +87,15 @@ class ActionLog:
             reason=decision.reason,
             time_unix=self._clock(),
             expires_step=decision.expires_step,
+            start=start,
         )
         self._changed[decision.action_id] = None
         if is_standing:
             self._standing = decision.action_id
 
     def step_passed(self, sample: Sample) -> ActionRecord | None:
-        """Read back a skipped update: the step after it is made from parameters that stayed sound. The record, if one
-        was read back."""
+        """Read back a skipped update: the next step starts from parameters that are still sound. Returns the record, if
+        one was read back."""
         known = self._actions.get(self._standing or "")
         if known is None or sample.step <= (known.applied_step or 0):
             return None
@@ -108,13 +114,13 @@ class ActionLog:
         return self._actions[known.id]
 
     def applied(self, command: Command, result: CommandResult) -> None:
-        """A rank applied it; whether it is in force is still to be read."""
+        """A rank applied it; whether it is in force remains to be read back."""
         known = self._actions.get(command.id)
         if known is not None:
             self._put(known, status="applied", applied_step=result.step, steps_replayed=result.steps_replayed)
 
     def concluded(self, action_id: str, conclusion: Conclusion) -> None:
-        """All ranks have answered (or the time for it is over)."""
+        """All ranks have answered, or the time for that is over."""
         known = self._actions.get(action_id)
         if known is None:
             return
@@ -127,39 +133,39 @@ class ActionLog:
             observed=conclusion.observed,
             steps_replayed=conclusion.steps_replayed,
             outcome="no_effect" if failed and conclusion.readback == "failed" else known.outcome,
-            reason=_join(known.reason, conclusion.detail if failed else ""),
+            reason=join(known.reason, conclusion.detail if failed else ""),
         )
 
     def settling(self, action_id: str, state: PolicyState) -> None:
-        """Note until when its window runs."""
+        """Record until when its settling window lasts."""
         known = self._actions.get(action_id)
         track = next((item for item in state.tracks if item.action_id == action_id), None)
         if known is not None and track is not None and known.applied_step is not None:
             self._put(known, settle_until=known.applied_step + track.judge_at - track.applied_seen)
 
     def reverted(self, action_id: str, conclusion: Conclusion, *, is_whole: bool) -> None:
-        """An undoing is through."""
+        """An undoing is complete."""
         known = self._actions.get(action_id)
         if known is None:
             return
         if conclusion.result != "applied":
-            self._put(known, reason=_join(known.reason, f"undoing failed: {conclusion.detail or conclusion.result}"))
+            self._put(known, reason=join(known.reason, f"undoing failed: {conclusion.detail or conclusion.result}"))
         elif is_whole:
             outcome = known.outcome if known.outcome == "no_effect" else "reverted"
             self._put(known, status="reverted", outcome=outcome)
         else:
             layers = ", ".join(conclusion.command.params.get("layers", ()))
-            self._put(known, reason=_join(known.reason, f"{layers} returned to FP8"))
+            self._put(known, reason=join(known.reason, f"{layers} returned to FP8"))
 
     def expire(self, action_ids: Iterable[str], reason: str) -> None:
-        """What still waits for a person waits no longer."""
+        """Close actions that still wait for a person."""
         for action_id in action_ids:
             known = self._actions.get(action_id)
             if known is not None and known.status == "waiting":
-                self._put(known, status="expired", reason=_join(known.reason, reason))
+                self._put(known, status="expired", reason=join(known.reason, reason))
 
     def rollback_under_way(self, attempt: int) -> ActionRecord | None:
-        """The newest rollback of this attempt, if it is sent or just applied; not one that a restart cut short."""
+        """The newest rollback of this attempt that is sent or just applied; not one that a restart cut short."""
         for record in reversed(self._actions.values()):
             is_rollback = record.action == "rollback" and record.attempt == attempt
             if is_rollback and record.status in {"sent", "applied"} and record.outcome == "pending":
@@ -169,7 +175,7 @@ class ActionLog:
     def restore(self, state: PolicyState, restored: Iterable[Stored], *, is_same_process: bool) -> PolicyState:
         """Take over what was done in this run before: ids, budgets, and what is in force.
 
-        The last only in the same training process: one that was started anew has nothing in force.
+        The last only within the same training process: nothing is in force in one that was restarted.
         """
         spent, number = Spent(), 1
         in_force = []
@@ -181,11 +187,11 @@ class ActionLog:
             self._actions[record.id] = record
             number = max(number, _number(record.id) + 1)
             if record.status in {"sent", "waiting"}:
-                self._put(record, status="expired", reason=_join(record.reason, "the controller was restarted"))
+                self._put(record, status="expired", reason=join(record.reason, "the controller was restarted"))
             if record.status not in {"applied", "reverted"}:
                 continue
             checkpoint = record.params.get("checkpoint")
-            # Steps are counted from here on: what was done before lies so far behind as the run has come since.
+            # Steps are counted from here on, so earlier actions get the distance that the run has covered since.
             ago = max(0, reached - (record.applied_step or record.decided_step))
             spent = spent.after(record.action, seen=-ago, time_unix=record.time_unix, checkpoint=checkpoint)
             is_in_force = record.action in _REVERTIBLE and record.status == "applied" and record.readback == "ok"
@@ -201,10 +207,6 @@ class ActionLog:
     def _put(self, known: ActionRecord, **changes: Any) -> None:
         self._actions[known.id] = msgspec.structs.replace(known, **changes)
         self._changed[known.id] = None
-
-
-def _join(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)
 
 
 def _number(action_id: str) -> int:

@@ -1,8 +1,8 @@
-"""What the controller knows of tensors from a closer look, and what it asks the ranks to look at next.
+"""Closer looks at tensors: what the controller has learnt from them, and what it asks the ranks to look at next.
 
-What-if figures and shadow probes come now and then by themselves. When something is found for which precision may be
-to blame, the layers named are asked for, once an incident: the answer is evidence for the policy a few steps later.
-An inquiry changes nothing in training, so that it needs no vote and no signature.
+What-if figures and shadow probes arrive now and then by themselves. When precision may be to blame for a finding, the
+controller also asks for the layers that it names, once per incident; the answer is evidence for the policy a few steps
+later. An inquiry changes nothing in training, so it needs neither vote nor signature.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fp8watch.records import Finding, Inquiry
 from fp8watch.what_if import CANDIDATES, Comparison, Loss
 
 ASKS = frozenset({"precision", "bookkeeping", "unknown"})
-"""Causes for which a closer look can tell something."""
+"""Causes for which a closer look can be informative."""
 MOST_LAYERS = 8
-"""Layers that one inquiry names: what is wrong in more is no matter of single tensors."""
+"""Most layers in one inquiry: a fault in more of them is not about single tensors."""
 REST_STEPS = 20
-"""Steps between two inquiries: each costs the ranks a few casts and a GEMM a layer."""
+"""Steps between two inquiries: each costs the ranks a few casts and one GEMM per layer."""
 
 
 class CloserBook:
-    """Of one run. Steps of a timeline that was given up are forgotten."""
+    """The closer looks of one run. Those of an abandoned timeline are forgotten."""
 
     def __init__(self) -> None:
         self._comparisons: dict[str, Comparison] = {}
@@ -46,7 +46,7 @@ class CloserBook:
         return self._errors
 
     def take(self, sample: Sample) -> None:
-        """Keep what a step has brought."""
+        """Keep the figures of a step."""
         if what_if.column(CANDIDATES[0], "snr") in sample.values:
             self._take_comparisons(sample)
         if "shadow_error" in sample.values:
@@ -77,13 +77,13 @@ class CloserBook:
             )
 
     def rewind(self) -> None:
-        """A new timeline: its steps have the same numbers, and nothing is known of them."""
+        """Start a new timeline: its steps have the same numbers, and nothing is known of them."""
         self._comparisons, self._errors, self._last_asked = {}, {}, None
         self._asked.clear()
 
     def explained(self, finding: Finding, sample: Sample) -> Finding:
-        """The finding with what the closer looks say of its worst tensor; from amax alone where there was none since
-        the onset."""
+        """The finding with the closer looks at its worst tensor as evidence; where there was none since the onset, with
+        what amax alone predicts."""
         if finding.tensor is None or finding.cause not in ASKS:
             return finding
         known = self._comparisons.get(finding.tensor)
@@ -108,7 +108,7 @@ class CloserBook:
         return {candidate: loss.as_evidence() for candidate, loss in losses.items()} or None
 
     def inquiry(self, run: str, attempt: int, findings: Sequence[Finding], *, seen: int) -> Inquiry | None:
-        """What to ask for after this step's findings, if anything."""
+        """What to ask after this step's findings; None: nothing."""
         if self._last_asked is not None and seen - self._last_asked < REST_STEPS:
             return None
         for finding in findings:

@@ -1,7 +1,7 @@
-"""Commands on their way: one at a time a run, numbered, expiring in steps, answered by every rank.
+"""Commands on their way: one at a time per run, numbered, expiring in steps, answered by every rank.
 
-A command is done when all ranks have said what became of it and what they read back. No answer in time is an
-answer too.
+A command is done when all ranks have reported what became of it and what they read back. No answer in time is an answer
+too.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from fp8watch.policy.view import Trouble
 from fp8watch.records import Command, CommandResult, Verb
 
 EXPIRY_STEPS = 50
-"""A command that no rank began within so many steps is not begun any more."""
+"""A command that no rank has begun within this many steps is not begun any more."""
 READBACK_STEPS = 30
-"""Steps after the expiry by which the read-back has to be in."""
+"""Steps after the expiry by which the read-back must have arrived."""
 
 Result = Literal["applied", "failed", "vetoed", "expired", "unavailable"]
 
 
 MAX_TENSORS = 16
-"""Tensors that a command names as its reason."""
+"""Most tensors that a command names as its reason."""
 
 
 def because_of(trouble: Trouble | None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def because_of(trouble: Trouble | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """What a command came to on all ranks together."""
+    """The result of a command on all ranks together."""
 
     command: Command
     action_id: str
@@ -56,29 +56,27 @@ class _Outstanding:
 
 
 class CommandDesk:
-    """Gives out commands and gathers their results."""
+    """Issues commands and gathers their results."""
 
     def __init__(self, run: str, term: int) -> None:
         self._run = run
         self.term = term
         self._sequence = 0
         self._outstanding: _Outstanding | None = None
-        self.unmatched = 0
-        """Results of no command that is on its way: late, repeated, or of another controller."""
 
     @property
     def current(self) -> Command | None:
-        """The command on its way."""
+        """The command on its way; None: there is none."""
         return self._outstanding.command if self._outstanding is not None else None
 
     def issue(
         self, action_id: str, verb: Verb, action: str, params: dict[str, Any], *, step: int, seen: int, attempt: int,
-        ranks: frozenset[int], because: dict[str, Any] | None = None,
+        ranks: frozenset[int], because: dict[str, Any] | None = None, start: str = "",
     ) -> Command:  # fmt: skip
-        """A new command. One must not be on its way already.
+        """Issue a command. No other may be on its way.
 
-        Its id is the action's, by which the ranks know what to undo; an undoing in part has an id of its own and
-        names the action in `of`.
+        Its id is that of the action, by which the ranks know what to undo. A partial undoing has an id of its own and
+        names the action in `of`. `start`: the processes that it is for (`Hello.start`).
         """
         assert self._outstanding is None, "one command at a time"
         self._sequence += 1
@@ -94,22 +92,24 @@ class CommandDesk:
             params=params,
             last_step=step + EXPIRY_STEPS,
             because=because or {},
+            start=start,
         )
         deadline = seen + EXPIRY_STEPS + READBACK_STEPS
         self._outstanding = _Outstanding(command=command, action_id=action_id, ranks=ranks, deadline_seen=deadline)
         return command
 
     def learn_term(self, term: int) -> None:
-        """A rank has begun commands of this term: number anew under a higher one, or it takes ours for old ones."""
+        """A rank has begun commands of this term: continue under a higher one, or it would take ours for old
+        commands."""
         self.term, self._sequence = term + 1, 0
 
     @property
     def has_issued(self) -> bool:
-        """Whether a command was given under the present term."""
+        """Whether a command was issued under the current term."""
         return self._sequence > 0
 
     def is_applied(self, ranks: frozenset[int]) -> bool:
-        """Whether every rank that is still there says it has applied the command on its way."""
+        """Whether every rank that is still present reports that it has applied the current command."""
         waiting = self._outstanding
         if waiting is None:
             return False
@@ -118,16 +118,18 @@ class CommandDesk:
         return all(answer is not None and answer.status == "applied" for answer in answers)
 
     def take(self, result: CommandResult) -> CommandResult | None:
-        """Note a rank's answer; the same if it belongs to the command on its way, else None."""
+        """Record a rank's answer. Returns None when it does not belong to the command on its way: it is late, repeated,
+        or for another controller's command, or one for another start, which may have had the same id."""
         current = self.current
-        if self._outstanding is None or current is None or (result.id, result.verb) != (current.id, current.verb):
-            self.unmatched += 1
+        if self._outstanding is None or current is None:
+            return None
+        if (result.id, result.verb, result.start) != (current.id, current.verb, current.start):
             return None
         self._outstanding.results[result.rank] = result
         return result
 
     def conclude(self, seen: int, ranks: frozenset[int]) -> Conclusion | None:
-        """What the command came to, once that is known. `ranks`: those still there."""
+        """The result of the command, once it is known. `ranks`: those still present."""
         waiting = self._outstanding
         if waiting is None:
             return None
@@ -173,7 +175,7 @@ def _summary(command: Command, action_id: str, answers: list[CommandResult], *, 
 
 
 def _observed(answers: list[CommandResult]) -> dict[str, Any]:
-    """One rank's read-back; of a check that ranks may come out of differently, that of the first whose runs differ."""
+    """One rank's read-back. For a recheck, on which ranks may differ: that of the first rank whose two runs differ."""
     if not answers:
         return {}
     apart = next((answer for answer in answers if answer.observed.get("agree") is False), None)

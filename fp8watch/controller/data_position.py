@@ -1,7 +1,9 @@
-"""After a restart or a rollback the count of consumed samples goes on from the checkpoint; one that does not is said.
+"""After a restart or rollback the count of consumed samples must continue from the checkpoint; a finding if it does
+not.
 
-Weights and optimizer come back and the data position does not: metrics look good on data that the model has seen, and
-collapse when new data comes. The loss cannot show it in time; the counter shows it in the first step.
+When weights and optimizer come back but the data position does not, metrics look good on data that the model has
+already seen, and collapse when new data arrives. The loss cannot show it in time; the counter shows it in the first
+step.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from fp8watch.records import CheckpointRecord, Finding
 
 
 class DataPosition:
-    """Asked at every sample; looks at the first of an attempt that goes on from a step."""
+    """Called with every sample; checks the first one of an attempt that continues from an earlier step."""
 
     def __init__(self, run: str, attempt: int, step: int) -> None:
         self._run = run
@@ -26,12 +28,12 @@ class DataPosition:
         self._begins_after = step if step > 0 else None
 
     def look(self, sample: Sample, checkpoints: Iterable[CheckpointRecord]) -> list[Finding]:
-        """What is wrong with the first sample of the attempt, if anything is."""
+        """The finding about the first sample of the attempt, if any."""
         step, self._begins_after = self._begins_after, None
         samples = sample.scalars.get("samples")
         if step is None or samples is None:
             return []
-        # A step that was gone through twice with batches left out has several counts: the least is certain.
+        # A step that was passed twice, with batches left out, has several counts: only the least is certain.
         saved = [record.samples for record in checkpoints if record.step == step and record.has_data_position]
         if not saved or samples > (consumed := min(saved)):
             return []

@@ -1,4 +1,4 @@
-"""The last few hundred steps' scalars of the present timeline: what parameters and outcomes are computed from."""
+"""Scalars of the last few hundred steps of the current timeline, from which parameters and outcomes are computed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fp8watch.detect.base import Sample
 KEEP_STEPS = 1024
 NORMS = 256
 CLIPS = 300
-"""Steps over which the share of clipped ones is taken, as in `fp8watch.actions.clip_control`."""
+"""Steps over which the share of clipped steps is taken, as in `fp8watch.actions.clip_control`."""
 
 
 class History:
-    """Scalars by step. After a rollback the steps that were undone are forgotten."""
+    """Scalars by step. A rollback forgets the steps that it undid."""
 
     def __init__(self) -> None:
         self.losses: deque[tuple[int, float]] = deque(maxlen=KEEP_STEPS)
@@ -27,7 +27,7 @@ class History:
         self.is_nonfinite_now = False
 
     def add(self, sample: Sample) -> None:
-        """Take a step in."""
+        """Add one step."""
         scalars = sample.scalars
         if "loss" in scalars:
             self.losses.append((sample.step, scalars["loss"]))
@@ -55,9 +55,9 @@ class History:
         self.params_nonfinite = self.is_nonfinite_now = False
 
     def grad_norm_median(self) -> float | None:
-        """Median of the recent finite norms; None before the first."""
+        """Median of the recent finite norms; None before the first one."""
         return median(self._norms) if self._norms else None
 
     def clip_rate(self) -> float | None:
-        """Share of the last 300 steps that were clipped; None before as many were seen."""
+        """Share of the last 300 steps that were clipped; None with fewer steps."""
         return sum(self._clipped) / CLIPS if len(self._clipped) == CLIPS else None

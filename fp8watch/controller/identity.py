@@ -1,4 +1,4 @@
-"""What makes a stored record the same record: its kind, its step, and the key by which a later one replaces it."""
+"""The identity of a stored record: its kind, its step, and the key by which a later record replaces it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ KINDS: dict[type, str] = {
     Arrival: "arrival",
     DetectorState: "detectors",
 }
-"""Record type -> the name of its kind in a store."""
+"""Record type -> name of its kind in a store."""
 
 
 def step_of(record: Stored) -> int | None:
-    """The optimizer step a record belongs to, by which it is selected; None for those that have none."""
+    """The optimizer step by which a record is selected; None for records without one."""
     if isinstance(record, RunRecord | Layout | Arrival | DetectorState):
         return None
     if isinstance(record, ActionRecord):
@@ -43,7 +43,7 @@ def step_of(record: Stored) -> int | None:
 
 
 def key_of(record: Stored) -> str | None:
-    """Identity within (run, kind): a later record with the same key replaces the earlier one. None: all are kept."""
+    """Identity within (run, kind): a later record with the same key replaces an earlier one. None: all are kept."""
     if isinstance(record, RunRecord | DetectorState):
         return record.run
     if isinstance(record, ActionRecord | Finding):

@@ -1,8 +1,8 @@
-"""What one run's controller is told, numbered in the order in which it came: a replay hands over the same again.
+"""What one run's controller is told, numbered in the order of arrival, so that a replay can repeat it.
 
-Frames are kept by the store anyway and get their number only; everything else that can change a decision (hellos,
-results, losses of ranks, disarming, people's verdicts, restarts of this process) is written down as an `Arrival`.
-The time of a decision is that of the message that brought it about: a clock of our own could not be replayed.
+The store keeps frames anyway, so they only get their number. Everything else that can change a decision (hellos,
+results, losses of ranks, disarming, people's verdicts, restarts of this process) is recorded as an `Arrival`. The time
+of a decision is that of the message that caused it: a clock of our own could not be replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8watch.records import (
 PROCESS_BITS = 40
 """Bits of a sequence number that count within one process: 10^12 messages."""
 REMEMBERED_FRAMES = 4096
-"""Newest frames by which a repeated one (sent again over a new connection) is told."""
+"""Number of newest frames among which a repeated one (sent again over a new connection) is recognised."""
 _KINDS = {
     Hello: "hello", Layout: "layout", CheckpointRecord: "checkpoint", CommandResult: "result",
     Evaluation: "evaluation", Goodbye: "goodbye",
@@ -38,12 +38,12 @@ _KINDS = {
 
 
 class Inbox:
-    """Numbers of one run. `earlier`: the arrivals that the store knows from processes before."""
+    """The numbering of one run. `earlier`: arrivals in the store, from earlier processes."""
 
     def __init__(self, run: str, earlier: Iterable[Arrival] = ()) -> None:
         self.run = run
         self.records: list[Arrival] = []
-        """What is to be stored, taken away by the service."""
+        """Arrivals to be stored; the service takes them away."""
         self._process = 1 + max((item.sequence >> PROCESS_BITS for item in earlier), default=0)
         self._count = 0
         self._time_unix = 0.0
@@ -52,34 +52,37 @@ class Inbox:
         self._disarmed = ""
         self._approvals: dict[str, Approval] = {}
         self._after = ""
+        self._node = ""
 
     def now(self) -> float:
         """Unix time of the newest message that carries one, by its sender's clock."""
         return self._time_unix
 
     def opened(self, max_mode: Mode, last_step: int, term: int = 0) -> None:
-        """This process begins to decide for the run; `last_step`: as far as the store knew it had come."""
+        """This process begins to decide for the run; `last_step`: the last step that the store knew."""
         self._note("opened", key=max_mode, step=last_step, term=term)
 
     def taken_over(self, term: int) -> None:
-        """Another controller of a cluster goes on here, under the term of its lease."""
+        """Another controller of a cluster continues here, under the term of its lease."""
         self._note("taken_over", term=term)
 
     def layouts(self) -> None:
-        """The layouts that the store has of the present attempt were taken in."""
+        """The layouts of the current attempt were read from the store."""
         self._note("layouts")
 
     def heard_at(self, time_unix: float) -> None:
         """A message that is kept elsewhere (a node's frame) was made at `time_unix`."""
         self._time_unix = time_unix or self._time_unix
 
-    def passed(self, entry_id: str) -> None:
-        """An entry of the run's stream is dealt with now; one that was there before changes nothing."""
+    def passed(self, entry_id: str, node: str = "") -> None:
+        """An entry of the run's stream, from this node, is being processed; an entry that was processed before changes
+        nothing."""
+        self._node = node
         if entry_id and entry_number(entry_id) > entry_number(self._after):
             self._after = entry_id
 
     def frame(self, frame: StepFrame) -> StepFrame | None:
-        """The frame with its number; None: it was here already."""
+        """The frame with its number; None: it has already arrived."""
         key = (frame.attempt, frame.rank, frame.step)
         if key in self._known:
             return None
@@ -91,29 +94,30 @@ class Inbox:
         return msgspec.structs.replace(frame, arrival=self._next())
 
     def message(self, message: Message) -> None:
-        """Anything else that a rank sends."""
+        """Any other message of a rank."""
         if isinstance(message, Layout):  # large, and in the store already
             self._note("layout", key=f"{message.attempt}/{message.rank}/{message.layout_id}")
             return
         self._time_unix = getattr(message, "time_unix", 0.0) or self._time_unix
-        self._note(_KINDS[type(message)], body=wire.pack(message))
+        node = self._node if isinstance(message, Hello) else ""
+        self._note(_KINDS[type(message)], body=wire.pack(message), key=node)
 
     def lost(self, rank: int) -> None:
         """A rank's connection ended."""
         self._note("lost", key=str(rank))
 
-    def late(self, rank: int) -> None:
-        """A rank's frames are not waited for any more."""
-        self._note("late", key=str(rank))
+    def late(self, rank: int | None) -> None:
+        """A rank's frames are no longer waited for; None: those of all that were not heard of."""
+        self._note("late", key="" if rank is None else str(rank))
 
     def disarmed(self, why: str) -> None:
-        """Whether acting is stopped, written down where it changes."""
+        """Whether acting is stopped; recorded where it changes."""
         if why != self._disarmed:
             self._disarmed = why
             self._note("disarmed", key=why)
 
     def approvals(self, approvals: Iterable[Approval]) -> None:
-        """People's verdicts, each written down once."""
+        """People's verdicts, each recorded once."""
         for approval in approvals:
             if self._approvals.get(approval.action_id) != approval:
                 self._approvals[approval.action_id] = approval
@@ -133,6 +137,6 @@ class Inbox:
 
 
 def entry_number(entry_id: str) -> tuple[int, int]:
-    """A stream entry's id as numbers that can be compared; of none: before all."""
+    """A stream entry's id as comparable numbers; an empty id comes before all others."""
     milliseconds, _, count = entry_id.partition("-")
     return int(milliseconds or 0), int(count or 0)

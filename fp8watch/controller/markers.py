@@ -1,8 +1,8 @@
-"""Small files under `FP8WATCH_DIR` by which people and processes tell each other to stop: halted and disarmed.
+"""Small files under `FP8WATCH_DIR` by which people and processes stop each other: halted and disarmed.
 
-`runs/<run>/halted.json` keeps attach from starting a halted run again until a person releases it;
-`disarm` (for all runs) or `runs/<run>/disarm` stops all acting (`fp8watch.training.disarm` is the ranks' side of it).
-Files, because they must work when store, agent and network do not.
+`runs/<run>/halted.json` keeps attach from starting a halted run until a person releases it; `disarm` (for all runs) or
+`runs/<run>/disarm` stops all acting (`fp8watch.training.disarm` is the ranks' side of it). They are files because they
+must work when store, agent and network do not.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from fp8watch.transport.places import run_folder
 
 
 def write_halted(directory: Path, run: str, *, reason: str, step: int, time_unix: float) -> Path:
-    """Mark a run as halted, on disk before this returns. Raises `OSError`."""
+    """Mark a run as halted; the mark is on disk before this returns. Raises `OSError`."""
     path = run_folder(directory, run) / "halted.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps({"run": run, "reason": reason, "step": step, "time_unix": time_unix})
-    replace_file(path, content.encode(), durable=True)  # every rank writes it, and the controller
+    replace_file(path, content.encode(), durable=True)  # written by every rank, and by the controller
     return path
 
 
 def is_halted(directory: Path, run: str) -> bool:
-    """Whether a run may not be started. A folder that cannot be looked into holds no marker: nothing acts there."""
+    """Whether a run must not be started. A folder that cannot be read holds no marker: nothing acts there."""
     return os.path.exists(run_folder(directory, run) / "halted.json")
 
 
 def release(directory: Path, run: str) -> bool:
-    """Let a halted run be started again; False: it was not halted. Raises `OSError`."""
+    """Allow a halted run to be started again; False: it was not halted. Raises `OSError`."""
     path = run_folder(directory, run) / "halted.json"
     try:
         path.unlink()
@@ -41,7 +41,7 @@ def release(directory: Path, run: str) -> bool:
 
 
 def disarm(directory: Path, run: str | None) -> Path:
-    """Stop all acting, in one run or (None) in all."""
+    """Stop all acting, in one run or (None) in all runs."""
     path = disarm_files(directory, run)[-1]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -49,7 +49,7 @@ def disarm(directory: Path, run: str | None) -> Path:
 
 
 def rearm(directory: Path, run: str | None) -> bool:
-    """Take `disarm` back; False: there was nothing to take back."""
+    """Undo `disarm`; False: there was nothing to undo."""
     try:
         disarm_files(directory, run)[-1].unlink()
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def rearm(directory: Path, run: str | None) -> bool:
 
 
 def why_disarmed(directory: Path, run: str) -> str:
-    """Which marker stops acting in a run; empty: none."""
+    """Which marker stops acting in a run; empty: none does."""
     for path in disarm_files(directory, run):
         if path.exists():
             return f"disarmed by {path}"

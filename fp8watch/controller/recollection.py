@@ -9,14 +9,16 @@ Where the training process is a new one too, incidents are over and only baselin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fp8watch.controller.detecting import Detecting
 from fp8watch.controller.history import History
 from fp8watch.controller.merge import Merger
+from fp8watch.controller.roster import is_warm_up
 from fp8watch.controller.stores.base import Store
+from fp8watch.detect.base import Sample
 from fp8watch.records import DetectorState, Finding, Hello, Layout, StepFrame, Stored
 
 logger = logging.getLogger(__name__)
@@ -24,20 +26,21 @@ SAVE_EVERY = 64
 """Steps between two savings: at 1,680 tensors 2 MB and 40 ms, 0.6 ms a step."""
 
 
-class Standing(Protocol):
-    """What is kept of a `fp8watch.controller.run.RunPilot`, and laid over a fresh one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far a run's pilot has come: kept with what its detectors know, and given to a fresh one."""
 
     run: str
     attempt: int
     step: int
     seen: int
-    saves_detectors: bool
-    _quiet_until_seen: int
-    _prefix: str
-    _evidence: dict[str, Finding]
-    _pipeline: Detecting
-    _merger: Merger
-    _history: History
+    """Samples that the detectors were shown."""
+    quiet_until_seen: int
+    """Up to here baseline rules keep still."""
+    prefix: str
+    """What ids of findings and incidents begin with."""
+    evidence: Mapping[str, Finding]
+    """Incident -> its newest finding."""
 
 
 def stored_since(store: Store, run: str) -> list[Stored]:
@@ -52,59 +55,72 @@ def stored_since(store: Store, run: str) -> list[Stored]:
     return [state, *layouts, *frames]
 
 
-def state_if_due(pilot: Standing, *, has_news: bool) -> list[Stored]:
+def state_if_due(standing: Standing, pipeline: Detecting, *, has_news: bool) -> list[Stored]:
     """A state to be stored, when it is time or something was found."""
-    dump: Any = getattr(pilot._pipeline, "dump", None)
-    if not pilot.saves_detectors or dump is None or not (has_news or pilot.seen % SAVE_EVERY == 1):
+    dump: Any = getattr(pipeline, "dump", None)
+    if dump is None or not (has_news or standing.seen % SAVE_EVERY == 1):
         return []
     try:
         data = dump()
     except Exception:
-        logger.exception("the detectors' state of run %s could not be taken", pilot.run)
+        logger.exception("the detectors' state of run %s could not be taken", standing.run)
         return []
     return [
         DetectorState(
-            run=pilot.run, attempt=pilot.attempt, step=pilot.step, seen=pilot.seen,
-            quiet_until_seen=pilot._quiet_until_seen, prefix=pilot._prefix, data=data,
+            run=standing.run, attempt=standing.attempt, step=standing.step, seen=standing.seen,
+            quiet_until_seen=standing.quiet_until_seen, prefix=standing.prefix, data=data,
         )
     ]  # fmt: skip
 
 
-def recall(pilot: Standing, restored: Iterable[Stored], hello: Hello, *, is_same_process: bool) -> None:
-    """Lay what the store has over a fresh pilot; without a state, or with one of another version, it stays fresh."""
+def recall(
+    standing: Standing,
+    restored: Iterable[Stored],
+    hello: Hello,
+    *,
+    is_same_process: bool,
+    pipeline: Detecting,
+    merger: Merger,
+    history: History,
+) -> Standing:
+    """Show a fresh pilot's detectors, merger and history what the store has; how far the pilot has come with it.
+
+    Without a state, or with one of another version, nothing is shown and `standing`, the fresh one's, holds.
+    """
     restored = list(restored)
     state = next((record for record in restored if isinstance(record, DetectorState)), None)
-    load: Any = getattr(pilot._pipeline, "load", None)
+    load: Any = getattr(pipeline, "load", None)
     if state is None or load is None or (hello.step == 0 and not is_same_process):
-        return
+        return standing
     try:
         load(state.data)
     except Exception as error:  # another version's, or damaged: detectors that know nothing are better than none
         logger.warning("run %s: the detectors begin anew: %s: %s", hello.run, type(error).__name__, error)
-        return
+        return standing
     if not is_same_process:
-        pilot._pipeline.reset("resume", step=hello.step)
-        return
-    pilot.step, pilot.seen, pilot._prefix = state.step, state.seen, state.prefix
-    pilot._quiet_until_seen = state.quiet_until_seen
-    _relive(pilot, restored, hello)
+        pipeline.reset("resume", step=hello.step)
+        return standing
+    step, seen = state.step, state.seen
+    merger.restart(step)
+    for sample in _since(restored, merger):
+        step, seen = sample.step, seen + 1
+        history.add(sample)
+        is_quiet = is_warm_up({hello.rank: hello}, step) or seen <= state.quiet_until_seen
+        # What it finds again is in the store already, under the same id.
+        pipeline.observe(replace(sample, is_quiet=is_quiet))
     known = {record.incident: record for record in restored if isinstance(record, Finding)}
-    names = [state.prefix + incident.id for incident in pilot._pipeline.open_incidents()]
-    pilot._evidence = {name: known[name] for name in names if name in known}
+    names = [state.prefix + incident.id for incident in pipeline.open_incidents()]
+    return replace(
+        standing, step=step, seen=seen, quiet_until_seen=state.quiet_until_seen, prefix=state.prefix,
+        evidence={name: known[name] for name in names if name in known},
+    )  # fmt: skip
 
 
-def _relive(pilot: Standing, restored: list[Stored], hello: Hello) -> None:
-    """Show merger, history and detectors the frames that came after the state."""
-    pilot._merger.restart(pilot.step)
+def _since(restored: list[Stored], merger: Merger) -> Iterator[Sample]:
+    """The steps that came after the state."""
     for record in restored:
         if isinstance(record, Layout):
-            pilot._merger.layout(record)
+            merger.layout(record)
     frames = [record for record in restored if isinstance(record, StepFrame)]
     for frame in sorted(frames, key=lambda frame: (frame.step, frame.rank)):
-        for sample in pilot._merger.frame(frame):
-            pilot.seen, pilot.step = pilot.seen + 1, sample.step
-            pilot._history.add(sample)
-            is_warm = hello.warmup_steps is not None and sample.step <= hello.warmup_steps
-            is_quiet = is_warm or pilot.seen <= pilot._quiet_until_seen
-            # What it finds again is in the store already, under the same id.
-            pilot._pipeline.observe(replace(sample, is_quiet=is_quiet))
+        yield from merger.frame(frame)

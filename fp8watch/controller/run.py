@@ -9,20 +9,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-import msgspec
-
+from fp8watch.controller import roster
 from fp8watch.controller.carry_out import ActionLog
-from fp8watch.controller.checkpoints import Ledger
+from fp8watch.controller.checkpoints import Ledger, verdict
 from fp8watch.controller.closer import CloserBook
 from fp8watch.controller.commands import CommandDesk, because_of, failure_of
 from fp8watch.controller.data_position import DataPosition
-from fp8watch.controller.detecting import Detecting, prefix_after
+from fp8watch.controller.detecting import Detecting, named, prefix_after, troubles
 from fp8watch.controller.history import History
 from fp8watch.controller.merge import Merger
-from fp8watch.controller.recollection import recall, state_if_due
+from fp8watch.controller.recollection import Standing, recall, state_if_due
 from fp8watch.controller.trace import Trace
 from fp8watch.detect.base import Sample
 from fp8watch.detect.incidents import Incident
@@ -30,15 +29,15 @@ from fp8watch.policy import events
 from fp8watch.policy.decide import decide
 from fp8watch.policy.schema import Policy
 from fp8watch.policy.state import Decision, PolicyState, without_waiting
-from fp8watch.policy.view import Trouble, View, trouble_of
+from fp8watch.policy.view import View
 from fp8watch.records import (
+    ActionRecord,
     CheckpointRecord,
     CommandResult,
     Evaluation,
     Finding,
     Hello,
     Layout,
-    LedgerUpdate,
     Reply,
     StepFrame,
     Stored,
@@ -73,6 +72,8 @@ class RunPilot:
         self.run = hello.run
         self.policy = policy
         self.attempt = hello.attempt
+        self.start = hello.start
+        """The start of the training processes (`Hello.start`) that commands are for."""
         self.ranks: dict[int, Hello] = {}
         self.step = hello.step
         self.seen = 0
@@ -113,10 +114,20 @@ class RunPilot:
         """Term under which this controller sends."""
         return self._desk.term
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an action waits for a person."""
-        return any(track.phase == "waiting" for track in self._state.tracks)
+    def waiting(self) -> dict[str, ActionRecord]:
+        """Actions that wait for a person, by id."""
+        return self._log.records_of(track.action_id for track in self._state.tracks if track.phase == "waiting")
+
+    def open_incidents(self) -> Sequence[Incident]:
+        """What is wrong with the run now."""
+        return self._pipeline.open_incidents()
+
+    def standing(self) -> Standing:
+        """How far it has come, for the store."""
+        return Standing(
+            run=self.run, attempt=self.attempt, step=self.step, seen=self.seen,
+            quiet_until_seen=self._quiet_until_seen, prefix=self._prefix, evidence=self._evidence,
+        )  # fmt: skip
 
     # What ranks say
 
@@ -128,6 +139,7 @@ class RunPilot:
         if not self.ranks and hello.attempt <= self.attempt:
             self._trace.began(hello, self.policy, "")
         self.ranks[hello.rank] = hello
+        self.start = self.start or hello.start
         if hello.attempt > self.attempt:
             self._new_attempt(hello)
         self._collect()
@@ -154,7 +166,10 @@ class RunPilot:
 
     def checkpoint(self, record: CheckpointRecord) -> None:
         """A rank has saved, or tells what it has."""
-        self.records.append(self._ledger.add(record))
+        is_known, kept = self._ledger.has(record), self._ledger.add(record)
+        self.records.append(kept)
+        if is_known and kept.label != record.label:  # our verdict was for processes that ended before they heard it
+            self.replies.append(verdict(self.run, kept, self.start))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Scores of an evaluation."""
@@ -188,12 +203,12 @@ class RunPilot:
         self._state = without_waiting(self._state)
         self._collect()
 
-    def held_by(self) -> tuple[int | None, list[int]]:
-        """The oldest step that waits for frames (None: none does), and the ranks that it waits for."""
-        return self._merger.held_by(range(self._merger.num_ranks))
+    def held_by(self) -> tuple[int | None, list[int | None]]:
+        """The oldest step that waits for frames (None: none does), and the ranks it waits for (`Merger.held_by`)."""
+        return self._merger.held_by()
 
-    def late(self, rank: int) -> None:
-        """Go on without a rank's frames until the next one comes."""
+    def late(self, rank: int | None) -> None:
+        """Go on without a rank's frames until the next one comes; None: without all that were not heard of."""
         for sample in self._merger.leave(rank):
             self._observe(sample)
         self._conclude()
@@ -211,8 +226,7 @@ class RunPilot:
         self.step = self._trace.step = sample.step
         self.seen += 1
         self._history.add(sample)
-        is_warm = any(h.warmup_steps is not None and sample.step <= h.warmup_steps for h in self.ranks.values())
-        is_quiet = is_warm or self.seen <= self._quiet_until_seen
+        is_quiet = roster.is_warm_up(self.ranks, sample.step) or self.seen <= self._quiet_until_seen
         sample = dataclasses.replace(sample, is_quiet=is_quiet, tensor_groups=tuple(self._merger.tensor_groups))
         skipped = self._log.step_passed(sample)
         if skipped is not None:
@@ -223,11 +237,12 @@ class RunPilot:
         except Exception:
             # A detector that fails must not take the others' work, or the run's record, with it.
             self.detector_errors += 1
+            self._unseen["detectors_failed"] += 1
             level = logging.ERROR if self.detector_errors == 1 else logging.DEBUG
             logger.log(level, "detectors failed at step %s of run %s", sample.step, self.run, exc_info=True)
             findings = []
         for finding in [*findings, *self._data.look(sample, self._ledger.records())]:
-            finding = self._closer.explained(self._named(finding), sample)
+            finding = self._closer.explained(named(finding, self._prefix), sample)
             self._evidence[finding.incident] = finding
             self.records.append(finding)
             self._trace.found(finding)
@@ -238,9 +253,10 @@ class RunPilot:
             )  # fmt: skip
         if (inquiry := self._closer.inquiry(self.run, self.attempt, findings, seen=self.seen)) is not None:
             self.replies.append(inquiry)
-        self.records += state_if_due(self, has_news=bool(findings))
+        if self.saves_detectors:
+            self.records += state_if_due(self.standing(), self._pipeline, has_news=bool(findings))
         if findings:  # of closed incidents nobody asks any more
-            known = {self._prefix + incident.id for incident in self._pipeline.open_incidents()}
+            known = {self._prefix + incident.id for incident in self.open_incidents()}
             self._evidence = {name: finding for name, finding in self._evidence.items() if name in known}
         view = self._view()
         for record in self._ledger.passed(sample.step, view.troubles):
@@ -256,7 +272,7 @@ class RunPilot:
             self._trace.decided(decision, view)
             if decision.kind == "note":
                 continue
-            self._log.take(decision, view)
+            self._log.take(decision, view, self.start)
             if decision.kind == "apply" and decision.action != "skip_update":
                 self._send(decision, "apply", view)
             elif decision.kind == "revert":
@@ -266,7 +282,7 @@ class RunPilot:
         command = self._desk.issue(
             decision.action_id, verb, decision.action, dict(decision.params),
             step=view.step, seen=view.seen, attempt=self.attempt, ranks=frozenset(self.ranks),
-            because=because_of(decision.trouble),
+            because=because_of(decision.trouble), start=self.start,
         )  # fmt: skip
         if decision.action == "halt" and verb == "apply":
             self.halt_sent = str(decision.params.get("reason", "halted by policy"))
@@ -327,21 +343,11 @@ class RunPilot:
         self.records.append(record)
         if record.label == "tainted":
             self._trace.tainted(record)
-        self.replies.append(
-            LedgerUpdate(run=self.run, checkpoint=record.checkpoint, label=record.label, reason=record.reason)
-        )
+        self.replies.append(verdict(self.run, record, self.start))
 
     # Views
 
     def _view(self) -> View:
-        unavailable: dict[str, str] = {}
-        for hello in self.ranks.values():
-            unavailable |= {name: why for name, why in hello.capabilities.items() if why}
-        warmups = [hello.warmup_steps for hello in self.ranks.values() if hello.warmup_steps is not None]
-        disarmed = self.disarmed or (
-            "" if all(h.armed for h in self.ranks.values()) else "disarmed in the training run"
-        )
-        disarmed = disarmed or self._who_is_missing()
         return View(
             run=self.run,
             term=self._desk.term,
@@ -349,10 +355,10 @@ class RunPilot:
             seen=self.seen,
             attempt=self.attempt,
             time_unix=self._clock(),
-            troubles=tuple(self._trouble(incident) for incident in self._pipeline.open_incidents()),
-            unavailable=unavailable,
+            troubles=troubles(self.open_incidents(), self._prefix, self._evidence),
+            unavailable=roster.unavailable(self.ranks),
             checkpoints=self._ledger.records(),
-            warmup_steps=max(warmups) if warmups else None,
+            warmup_steps=roster.warmup_steps(self.ranks),
             is_warming_up=any(hello.is_warming_up for hello in self.ranks.values()),
             modules=self._modules,
             tensors=self._tensors,
@@ -364,30 +370,13 @@ class RunPilot:
             params_nonfinite=self._history.params_nonfinite,
             is_nonfinite_now=self._history.is_nonfinite_now,
             is_busy=self._desk.current is not None,
-            disarmed=disarmed,
+            disarmed=self.disarmed or roster.why_disarmed(self.ranks),
             verdicts=self.verdicts,
             people=self.people,
             since_start=None if self._began_seen is None else self.seen - self._began_seen,
             since_evaluation=None if self._evaluated_seen is None else self.seen - self._evaluated_seen,
             clip_rate=self._history.clip_rate(),
         )
-
-    def _who_is_missing(self) -> str:
-        """A command reaches the ranks that are connected, and is carried out by all ranks or none."""
-        world = max((hello.world_size for hello in self.ranks.values()), default=1)
-        return "" if len(self.ranks) >= world else f"{len(self.ranks)} of {world} ranks are connected"
-
-    def _trouble(self, incident: Incident) -> Trouble:
-        name = self._prefix + incident.id
-        finding = self._evidence.get(name)
-        if finding is None:
-            return trouble_of(incident, name=name, finding="", evidence={})
-        return trouble_of(incident, name=name, finding=finding.id, evidence=finding.evidence)
-
-    def _named(self, finding: Finding) -> Finding:
-        if not self._prefix:
-            return finding
-        return msgspec.structs.replace(finding, id=self._prefix + finding.id, incident=self._prefix + finding.incident)
 
     def _collect(self) -> None:
         self.records += [*self._trace.taken(), *self._log.changed()]
@@ -397,4 +386,10 @@ class RunPilot:
             if isinstance(record, CheckpointRecord):
                 self._ledger.add(record)
         self._state = self._log.restore(self._state, restored, is_same_process=is_same_process)
-        recall(self, restored, hello, is_same_process=is_same_process)
+        standing = recall(
+            self.standing(), restored, hello, is_same_process=is_same_process,
+            pipeline=self._pipeline, merger=self._merger, history=self._history,
+        )  # fmt: skip
+        self.step, self.seen = standing.step, standing.seen
+        self._quiet_until_seen, self._prefix = standing.quiet_until_seen, standing.prefix
+        self._evidence = dict(standing.evidence)

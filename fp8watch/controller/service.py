@@ -1,7 +1,7 @@
 """All runs of one controller: messages in, replies out, everything written to the store.
 
-The agent calls it from one thread. A store that fails is counted and does not stop the deciding: what is needed
-for that is in memory.
+The agent calls it from one thread. A failing store is counted and does not stop the decisions: what they need is in
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8watch.controller.processes import is_same_process, is_started_anew
 from fp8watch.controller.recollection import stored_since
 from fp8watch.controller.run import RunPilot
 from fp8watch.controller.stores.base import Approval, Store
-from fp8watch.controller.unseen import Patience, Predecessor, Unseen
+from fp8watch.controller.unseen import Patience, Predecessor, Unseen, is_due
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import BadInput
 from fp8watch.policy import load as load_policy
@@ -54,9 +54,9 @@ from fp8watch.security.approvals import sort as sort_approvals
 logger = logging.getLogger(__name__)
 PRUNE_SECONDS = 60.0
 LOOK_SECONDS = 0.5
-"""How often disarm markers and people's verdicts are looked for."""
+"""How often disarm markers and people's verdicts are checked."""
 RECORD_SECONDS = 2.0
-"""How often a running run's `last_step` is brought up to date in its record."""
+"""How often a running run's `last_step` is updated in its record."""
 
 
 class _Run:
@@ -70,11 +70,11 @@ class _Run:
         self.predecessor = Predecessor()
         self.is_halted = False
         self.refused: set[bytes] = set()
-        """Verdicts that are no console's, once counted (`fp8watch.security.approvals.sort`)."""
+        """Verdicts that do not count, so that each is said once (`fp8watch.security.approvals.sort`)."""
 
 
 class RunController:
-    """What the agent hands messages to. `listener` hears every record that is stored, also when storing failed."""
+    """What the agent passes messages to. `listener` gets every record, also one that could not be stored."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class RunController:
         on_unseen: Callable[[str, str, int], None] | None = None,
         on_open: Callable[[str, Open], None] | None = None,
     ) -> None:
-        """`signer` signs what makes ranks do something; `approval_ring` verifies people's verdicts (None: whoever can
-        write the store is believed). `disarmed_by` says why a run is disarmed in the place of the marker files.
-        `on_unseen` is told (run, reason, count) of frames that reached no detector, `on_open` (run,
-        open findings) when those change."""
+        """`signer` signs what makes ranks act; `approval_ring` verifies people's verdicts (None: whoever can write to
+        the store is believed). `disarmed_by` says why a run is disarmed, instead of the marker files. `on_unseen` is
+        called with (run, reason, count) for frames that reached no detector, `on_open` with (run, open findings) when
+        those change."""
         self.store_errors: Counter[str] = Counter()
-        """Run -> writes that failed."""
+        """Run -> number of failed writes."""
         self.ignored: Counter[str] = Counter()
-        """Reason -> messages that could not be used."""
+        """Reason -> number of messages that could not be used."""
         self.unseen = Unseen(on_unseen)
         self.open_findings = OpenFindings(on_open)
         self.metrics_url = metrics_url
@@ -122,20 +122,20 @@ class RunController:
 
     @property
     def _lease_term(self) -> int:
-        """Of the controller's lease, where there is one."""
+        """Term of the controller's lease, where there is one."""
         return 0
 
     def _new_inbox(self, name: str) -> Inbox:
         return Inbox(name, self._earlier(name))
 
     def _first_term(self, hello: Hello) -> int:
-        """Term of the first commands to a run that was not known here."""
+        """Term of the first commands to a run that was not known here before."""
         return hello.journal_term + 1
 
     # The three entries
 
     def receive(self, message: Message) -> list[Reply]:
-        """Take a rank's message in. Replies go to all ranks of its run; a `Welcome` to the sender only."""
+        """Process a rank's message. Replies go to all ranks of its run; a `Welcome` only to the sender."""
         if isinstance(message, Hello):
             return self._hello(message)
         run = self._runs.get(message.run)
@@ -175,36 +175,45 @@ class RunController:
         return self._gone(run, rank)
 
     def tick(self) -> list[Reply]:
-        """What time alone brings about: verdicts of people, disarming, retention. Call it about once a second."""
+        """What only time brings: people's verdicts, disarming, retention. Call it about once per second."""
         now = self._clock()
         replies: list[Reply] = []
-        if _is_due(now, self._looked_at, LOOK_SECONDS):
+        if is_due(now, self._looked_at, LOOK_SECONDS):
             self._looked_at = now
             self.look()
-        for run in self._runs.values():
-            self._go_on_without_the_late(run, now)
-            replies += self._flush(run)
-        if _is_due(now, self._pruned_at, PRUNE_SECONDS):
+        self._each(lambda run: replies.extend(self._go_on_without_the_late(run, now)))
+        if is_due(now, self._pruned_at, PRUNE_SECONDS):
             self._pruned_at = now
             for name in self._runs:
                 self._guard(name, lambda name=name: self._store.prune(name))  # type: ignore[misc]
         return replies
 
     def look(self) -> None:
-        """Look at once for disarm markers and people's verdicts, in all runs."""
-        for run in self._runs.values():
-            self._look(run)
+        """Check disarm markers and people's verdicts now, in all runs."""
+        self._each(self._look)
 
-    def _go_on_without_the_late(self, run: _Run, now: float) -> None:
+    def _each(self, work: Callable[[_Run], None]) -> None:
+        for name, run in list(self._runs.items()):
+            try:
+                work(run)
+            except Exception as error:
+                self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        raise error  # an agent has one run, and its session catches this
+
+    def _go_on_without_the_late(self, run: _Run, now: float) -> list[Reply]:
         step, ranks = run.pilot.held_by()
         if run.patience.ends(run.pilot.attempt, step, now):
-            logger.warning("run %s: step %s goes on without the frames of ranks %s", run.record.run, step, ranks)
+            shown = ", ".join("all not heard of" if rank is None else str(rank) for rank in ranks)
+            logger.warning("run %s: step %s goes on without the frames of ranks %s", run.record.run, step, shown)
             for rank in ranks:
                 run.inbox.late(rank)
                 run.pilot.late(rank)
+        return self._flush(run)
 
     def state(self, name: str) -> RunRecord | None:
-        """The record of a run that is known here."""
+        """The record of a run; None: it is not known here."""
         run = self._runs.get(name)
         return run.record if run is not None else None
 
@@ -260,7 +269,7 @@ class RunController:
 
     def _remembered(self, name: str) -> tuple[RunRecord | None, tuple[Stored, ...], Predecessor]:
         try:
-            known = next((record for record in self._store.runs() if record.run == name), None)
+            known = next(self._store.read(name, RunRecord), None)
             if known is None:
                 return None, (), Predecessor()
             kept: list[Stored] = [
@@ -269,9 +278,9 @@ class RunController:
                 *self._store.read(name, Finding),
                 *stored_since(self._store, name),
             ]
-            # The record may lag by `RECORD_SECONDS`; what was stored since is little.
+            # The record may lag by `RECORD_SECONDS`; only little was stored since.
             predecessor = Predecessor(self._store.read(name, StepFrame, first_step=known.last_step))
-            # The run record itself makes it non-empty: an earlier process has used ids of this run.
+            # The run record itself makes the tuple non-empty, which tells that an earlier process has used ids.
             return known, (known, *kept), predecessor
         except Exception:
             self.store_errors[name] += 1
@@ -316,9 +325,10 @@ class RunController:
         name, pilot = run.record.run, run.pilot
         pilot.disarmed = self._why_disarmed(name)
         run.inbox.disarmed(pilot.disarmed)
-        if pilot.is_waiting:
+        waiting = pilot.waiting()
+        if waiting:
             try:
-                approvals = self._genuine(run, self._store.approvals(name))
+                approvals = self._genuine(run, waiting, self._store.approvals(name))
             except Exception:
                 self.store_errors[name] += 1
                 logger.exception("cannot read approvals of run %s", name)
@@ -338,11 +348,11 @@ class RunController:
             # Not knowing whether somebody said stop is reason enough to stop.
             return f"disarm markers cannot be read: {error}"
 
-    def _genuine(self, run: _Run, approvals: list[Approval]) -> list[Approval]:
-        genuine, forged = sort_approvals(approvals, self._approval_ring, run.refused)
-        if forged:
-            self.ignored["forged approval"] += forged
-            logger.warning("run %s: %d approvals not signed by a command line do not count", run.record.run, forged)
+    def _genuine(self, run: _Run, waiting: dict[str, ActionRecord], approvals: list[Approval]) -> list[Approval]:
+        genuine, refused = sort_approvals(approvals, waiting, self._approval_ring, run.refused)
+        for why in refused:
+            self.ignored["forged approval"] += 1
+            logger.warning("run %s: a verdict does not count: %s", run.record.run, why)
         return genuine
 
     # The store
@@ -355,7 +365,7 @@ class RunController:
 
     def _flush(self, run: _Run) -> list[Reply]:
         pilot = run.pilot
-        if pilot.step != run.record.last_step and _is_due(self._clock(), run.recorded_at, RECORD_SECONDS):
+        if pilot.step != run.record.last_step and is_due(self._clock(), run.recorded_at, RECORD_SECONDS):
             self._change(run)
         for reason, count in pilot.take_unseen().items():
             self.unseen.add(run.record.run, reason, count)
@@ -367,7 +377,7 @@ class RunController:
         if self._listener is not None:
             for record in records:
                 self._listener(record)
-        self.open_findings.look(run.record.run, pilot._pipeline.open_incidents())
+        self.open_findings.look(run.record.run, pilot.open_incidents())
         return replies
 
     def _signed(self, reply: Reply) -> Reply:
@@ -386,8 +396,3 @@ class RunController:
                 logger.exception("writing to the store failed for run %s; deciding goes on from memory", name)
             else:
                 logger.debug("writing to the store failed again for run %s: %s", name, error)
-
-
-def _is_due(now: float, last: float, seconds: float) -> bool:
-    """Whether something is to be done again. A clock that was set back must not put it off until it has caught up."""
-    return not 0.0 <= now - last < seconds

@@ -1,7 +1,7 @@
 """The decision log of a run: what happened to each incident and action, and why, for a reader months later.
 
-Written by `RunPilot` as it decides, from what it was told and nothing else (no clock, no random id), so that a replay
-of the same messages writes the same bytes.
+`RunPilot` writes it as it decides, from what it was told and nothing else (no clock, no random id), so that a replay of
+the same messages writes the same bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _EVENTS = {
 
 
 class Trace:
-    """Gathers lines; `taken` hands them out. `clock` gives the time of the message that is being dealt with."""
+    """Gathers lines; `taken` returns them. `clock` gives the time of the message that is being processed."""
 
     def __init__(self, run: str, clock: Callable[[], float]) -> None:
         self._run = run
         self._clock = clock
         self._lines: list[TraceEntry] = []
         self._incidents: dict[str, str] = {}
-        """Action -> its incident."""
+        """Action id -> its incident."""
         self.attempt = 0
         self.step = 0
 
@@ -40,7 +40,7 @@ class Trace:
         return lines
 
     def began(self, hello: Hello, policy: Policy, why: str) -> None:
-        """A process, a restart or a rollback: from here on under this policy."""
+        """A process start, a restart or a rollback: from here on under this policy."""
         text = hello.policy or ""
         details = {
             "policy": hello.policy_name, "mode": policy.mode, "step": hello.step,
@@ -51,7 +51,7 @@ class Trace:
         self._add("policy" if not why else "attempt", reason=why, details=details)
 
     def found(self, finding: Finding) -> None:
-        """A finding, with its place; the evidence is in the finding itself."""
+        """A finding and its place; the evidence is in the finding itself."""
         where = finding.tensor or (f"rank {finding.rank}" if finding.rank is not None else "the whole run")
         reason = f"{finding.detector} ({finding.cause}) since step {finding.onset_step} in {where}"
         self._add(
@@ -89,7 +89,7 @@ class Trace:
             )  # fmt: skip
 
     def concluded(self, action_id: str, conclusion: Conclusion) -> None:
-        """What a command came to on all ranks, as read back."""
+        """The result of a command on all ranks, as read back."""
         command: Command = conclusion.command
         details = {
             "verb": command.verb, "command": command.id, "term": command.term, "result": conclusion.result,
@@ -103,7 +103,7 @@ class Trace:
         )  # fmt: skip
 
     def read_back(self, record: ActionRecord) -> None:
-        """A skipped update, which is no command, read back from the step after it."""
+        """A skipped update (which is not a command), read back from the next step."""
         self._add(
             "outcome", incident=record.incident, rule=record.rule, action_id=record.id, action=record.action,
             reason="read back from the step after it",
@@ -111,11 +111,11 @@ class Trace:
         )  # fmt: skip
 
     def expired(self, action_id: str, reason: str) -> None:
-        """What waited for a person does so no longer."""
+        """An action no longer waits for a person."""
         self._add("person", incident=self._incidents.get(action_id, ""), action_id=action_id, reason=reason)
 
     def tainted(self, record: CheckpointRecord) -> None:
-        """A checkpoint that no rollback may go to."""
+        """A checkpoint that no rollback may use."""
         self._add("checkpoint", reason=record.reason, details={"checkpoint": record.checkpoint, "step": record.step})
 
     def _add(self, event: str, **fields: Any) -> None:

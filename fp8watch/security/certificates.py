@@ -7,7 +7,6 @@ Used by the console and by whoever serves /metrics.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,26 +27,34 @@ class _Protected(Exception):
     """The key has a password."""
 
 
-def faults(cert: Path, key: Path) -> Iterator[Fault]:
+def faults(cert: Path, key: Path) -> list[Fault]:
     """Everything that keeps a server from using a certificate chain and its private key (PEM, without a password)."""
+    return load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert, key)
+
+
+def load(context: ssl.SSLContext, cert: Path, key: Path) -> list[Fault]:
+    """Put them into a server's context; what is wrong, after which the context is of no use."""
     unread = [*_unread("cert", cert), *_unread("key", key)]
     if unread:
-        yield from unread
-        return
+        return unread
 
     def refuse() -> str:
         raise _Protected
 
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=refuse)
+        context.load_cert_chain(cert, key, password=refuse)
     except _Protected:
-        yield Fault(part="key", path=key, reason="it has a password, and nobody is there to give it")
+        return [Fault(part="key", path=key, reason="it has a password, and nobody is there to give it")]
     except ssl.SSLError as error:
-        yield Fault(part="cert", path=cert, reason=f"no certificate with the key {key}: {error.reason or error}")
+        return [Fault(part="cert", path=cert, reason=f"no certificate with the key {key}: {error.reason or error}")]
+    except OSError as error:  # gone since it was looked for
+        return [Fault(part="cert", path=cert, reason=str(error.strerror))]
+    return []
 
 
-def _unread(part: Part, path: Path) -> Iterator[Fault]:
+def _unread(part: Part, path: Path) -> list[Fault]:
     try:
         path.open("rb").close()
     except OSError as error:
-        yield Fault(part=part, path=path, reason=str(error.strerror))
+        return [Fault(part=part, path=path, reason=str(error.strerror))]
+    return []

@@ -76,12 +76,19 @@ class Repeated(WireError):
     """An entry that is genuine, and not newer than what its sender has sent already."""
 
 
+class Superseded(Repeated):
+    """It was not there before: its sender goes on although a later process sends under the same name. One of the two
+    is not the node that it says it is."""
+
+
 class Opener:
     """The controller's side. No ring: order is checked, origin is not."""
 
     def __init__(self, ring: KeyRing | None) -> None:
         self._ring = ring
         self._newest: dict[str, tuple[int, int]] = {}
+        self._older: dict[str, tuple[int, int]] = {}
+        """Sender -> the newest number of the process before its present one."""
         self._unfinished: set[tuple[str, int, int]] = set()
 
     def open(self, envelope: Envelope) -> bytes:
@@ -91,13 +98,22 @@ class Opener:
         number = (envelope.incarnation, envelope.sequence)
         newest = self._newest.pop(envelope.sender, (0, 0))
         self._newest[envelope.sender] = max(newest, number)
+        if number[0] > newest[0] > 0:
+            self._older[envelope.sender] = newest
         if len(self._newest) > MAX_SENDERS:
-            del self._newest[next(iter(self._newest))]
+            forgotten = next(iter(self._newest))
+            del self._newest[forgotten]
+            self._older.pop(forgotten, None)
         if number > newest:
             return envelope.body
         try:
             self._unfinished.remove((envelope.sender, *number))
         except KeyError:
+            older = self._older.get(envelope.sender, (0, 0))
+            if older < number and number[0] < newest[0]:
+                self._older[envelope.sender] = number
+                if older[0] == number[0]:
+                    raise Superseded(f"a later process than this sends as {envelope.sender!r}, too") from None
             raise Repeated(f"entry {envelope.sequence} of {envelope.sender!r} was there before") from None
         return envelope.body
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from fp8watch.errors import BadInput
+from fp8watch.security import secret_file
 from fp8watch.settings import Settings
 
 Purpose = Literal["command", "frame", "approval"]
@@ -45,6 +47,12 @@ class KeyRing:
             is_ours |= hmac.compare_digest(hmac.digest(key, payload, hashlib.sha256), signature)
         return is_ours
 
+    @property
+    def fingerprints(self) -> list[str]:
+        """A name for each key, newest first, by which two processes can tell whether they have the same one. It gives
+        away no more of the key than any signature does."""
+        return [hmac.digest(key, b"fp8watch fingerprint", hashlib.sha256)[:6].hex() for key in self._keys]
+
     def __repr__(self) -> str:
         return f"KeyRing({self.purpose}, {len(self._keys)} keys)"
 
@@ -64,10 +72,18 @@ def load_ring(settings: Settings, purpose: Purpose) -> KeyRing | None:
     if path is None:
         return None
     try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = secret_file.content(path).decode()
+    except UnicodeDecodeError as error:
+        raise BadInput([f"{path}:1: {variable}_FILE: is no UTF-8 text"]) from error
+    except (OSError, ValueError) as error:
         raise BadInput([f"{path}:1: {variable}_FILE: {error}"]) from error
     return KeyRing(purpose, _parse(content, str(path), f"{variable}_FILE"))
+
+
+def shown(rings: Mapping[Purpose, KeyRing | None], *, is_unsigned_taken: bool) -> dict[str, object]:
+    """What a process says of its keys to whoever looks for keys that do not fit: a fingerprint of each."""
+    prints = {purpose: [] if ring is None else ring.fingerprints for purpose, ring in rings.items()}
+    return {"keys": prints, "is_unsigned_taken": is_unsigned_taken}
 
 
 def _parse(text: str, where: str, variable: str) -> tuple[bytes, ...]:

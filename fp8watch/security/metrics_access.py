@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8watch.errors import BadInput
-from fp8watch.security import certificates
+from fp8watch.security import certificates, secret_file
+from fp8watch.security.renewal import Renewal
 from fp8watch.settings import Settings
+from fp8watch.shared_reply import App, SharedReply
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +31,6 @@ REQUEST_SECONDS = 10.0
 MOST_CONNECTIONS = 128
 """At once; each has a thread and a descriptor, which the process that serves needs for its ranks and files too. A few
 Prometheus servers have one each, for a moment."""
-App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-"""As in WSGI."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +83,27 @@ class MetricsAccess:
         first = registry if self.credentials is None else _NOTHING
         server, thread = prometheus_client.start_http_server(port, addr=host, registry=first, **options)
         made: Any = server
-        if self.tls_cert is not None:
+        if self.tls_cert is not None and self.tls_key is not None:
             # Else the one thread that accepts waits for each client's handshake, and for one that never comes for ever.
             made.socket.do_handshake_on_connect = False
+            _looked_after(made, Renewal(made.socket.context, self.tls_cert, self.tls_key, self.client_ca))
         made.RequestHandlerClass = type("Handler", (made.RequestHandlerClass,), {"timeout": REQUEST_SECONDS})
         made.handle_error = _refused
         _OldestFirst(made)
-        if self.credentials is not None:
-            app: App = prometheus_client.make_wsgi_app(registry)
-            server.set_app(asking(app, self.credentials))
+        app: App = SharedReply(prometheus_client.make_wsgi_app(registry))
+        server.set_app(app if self.credentials is None else asking(app, self.credentials))
         return server, thread
+
+
+def _looked_after(server: Any, renewal: Renewal) -> None:
+    """Have the certificate looked at before each connection is taken, on the one thread that accepts."""
+    accept = server.get_request
+
+    def get_request() -> Any:
+        renewal.look()
+        return accept()
+
+    server.get_request = get_request
 
 
 class _Nothing:
@@ -155,11 +166,13 @@ def asking(app: App, credentials: bytes) -> App:
 
 def _credentials(path: Path) -> bytes:
     try:
-        line = path.read_bytes().strip()
+        line = secret_file.content(path).strip()
     except OSError as error:
         raise BadInput([f"{path}:1: FP8WATCH_METRICS_PASSWORD_FILE: {error.strerror}"]) from error
+    except ValueError as error:
+        raise BadInput([f"{path}:1: FP8WATCH_METRICS_PASSWORD_FILE: {error}"]) from error
     name, colon, password = line.partition(b":")
-    if not name or not colon or not password or b"\n" in line:
+    if not name or not colon or not password or len(line.splitlines()) > 1:
         raise BadInput([f"{path}:1: FP8WATCH_METRICS_PASSWORD_FILE: holds no line name:password"])
     return line
 

@@ -1,7 +1,8 @@
 """What leaves the controller and makes a rank do something: signed there, verified in the training process.
 
-Term and sequence number, attempt and last step are under the signature: an old command, a command of another run and
-one whose moment has passed are refused by the journal and the step boundary like any other.
+Start, term and sequence number, attempt and last step are under the signature: an old command, a command of another run
+or of another start of this one, and one whose moment has passed are refused by the journal and the step boundary like
+any other.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Verifier:
     which is right only where the sender is a process of the same user behind a private socket."""
 
     def __init__(self, ring: KeyRing | None) -> None:
-        self._ring = ring
+        self.ring = self._ring = ring
         self.refused = 0
-        """Records that were not signed by the controller, or whose verdict is older than one already taken."""
+        """Records that were not signed by the controller."""
         self._newest: dict[tuple[str, str], int] = {}
 
     def command(self, command: Command) -> bool:
@@ -61,14 +62,20 @@ class Verifier:
         return self._counted(self._ring is None or is_signed(command, self._ring))
 
     def ledger(self, update: LedgerUpdate) -> bool:
-        """Whether the controller signed it, and has not said anything of this checkpoint since."""
+        """Whether the controller signed it. An old one is genuine too, and comes again from an agent that has read its
+        stream anew: see `is_news`."""
+        return self._counted(self._ring is None or is_signed(update, self._ring))
+
+    def is_news(self, update: LedgerUpdate) -> bool:
+        """Whether the controller has said nothing of this checkpoint since, as far as was asked here. For a verdict
+        that is genuine."""
         if self._ring is None:
             return True
         key = (update.run, update.checkpoint)
-        is_news = is_signed(update, self._ring) and update.issued_ns >= self._newest.get(key, 0)
+        is_news = update.issued_ns >= self._newest.get(key, 0)
         if is_news:
             self._newest[key] = update.issued_ns
-        return self._counted(is_news)
+        return is_news
 
     def _counted(self, is_good: bool) -> bool:
         self.refused += not is_good

@@ -1,7 +1,7 @@
-"""What the training thread holds of the transport: put messages in, take replies out, never wait.
+"""The training thread's side of the transport: put messages in, take replies out, never wait.
 
-`send`, `take` and `notes` move objects between deques; encoding and every system call happen on the
-transport thread (`fp8watch.transport.link`).
+`send`, `take` and `notes` only move objects between deques; encoding and every system call happen on the transport
+thread (`fp8watch.transport.link`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8watch.transport.queue import OutgoingQueue
 logger = logging.getLogger(__name__)
 
 EXIT_FLUSH_SECONDS = 1.0
-"""What the end of the interpreter may wait for a channel that nobody closed."""
+"""How long the end of the interpreter may wait for a channel that nobody closed."""
 _SCHEME = "unix://"
 
 T = TypeVar("T")
@@ -37,9 +37,9 @@ T = TypeVar("T")
 class Channel:
     """A rank's connection to its agent: the embedded process, or the one that `settings.agent` names.
 
-    The connection is opened by the first `set_preamble` or `send`. Nothing here raises or waits, but `close`,
-    which waits up to its timeout, and the constructor, which raises `BadInput` for an address that is no
-    `unix:///path`. In a forked child the channel is dead: `send` drops silently.
+    The connection is opened by the first `set_preamble` or `send`. Nothing here raises or waits, with two exceptions:
+    `close` waits up to its timeout, and the constructor raises `BadInput` for an address other than `unix:///path`. In
+    a forked child the channel is dead: `send` drops silently.
     """
 
     def __init__(self, *, run: str, settings: Settings, local_rank: int = 0) -> None:
@@ -74,11 +74,11 @@ class Channel:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the agent is connected now."""
+        """Whether an agent is connected now."""
         return self._link is not None and self._link.is_connected
 
     def await_agent(self, timeout_seconds: float) -> bool:
-        """Wait until the agent is connected; False when it is not within the time, or will not be at all."""
+        """Wait until the agent is connected; False when it is not within that time, or never will be."""
         deadline = time.monotonic() + timeout_seconds
         while not self.is_connected and self.is_watched and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -86,14 +86,14 @@ class Channel:
 
     @property
     def is_watched(self) -> bool:
-        """False once the agent has been given up for good, or there is none to reach."""
+        """False once the agent has been given up for good, or when there is none to reach."""
         return self._link is not None and not self._link.has_given_up
 
     def set_preamble(self, messages: Sequence[Message]) -> None:
-        """What connections open with: hello, layout, checkpoints. Given once, before anything is sent.
+        """The messages that every connection opens with: hello, layout, checkpoints. Call it once, before any `send`.
 
-        Whatever changes in them later is sent as a message like any other: a connection that is made anew opens with
-        what was in force when the message that it goes on with was queued (`fp8watch.transport.opening`).
+        Later changes are sent like any other message: a new connection opens with what was in force when the first
+        message that it carries was queued (`fp8watch.transport.opening`).
         """
         if self._link is not None and not self._is_forked and not self._is_started:
             self._link.open_with(Opening(messages))
@@ -102,8 +102,8 @@ class Channel:
     def send(self, message: Outgoing) -> bool:
         """Queue a message. False: it was dropped and counted.
 
-        When the queue is full the oldest frame is dropped for it, also counted. The message must not be
-        changed afterwards.
+        When the queue is full, the oldest frame is dropped instead, and counted. The message must not be changed
+        afterwards.
         """
         link = self._link
         if self._is_forked:
@@ -127,12 +127,12 @@ class Channel:
         return [] if self._link is None else _drain(self._link.inbox)
 
     def notes(self) -> list[str]:
-        """What a person should be told, each once: restarts, an absent agent, the agent's own warnings."""
+        """What a person should be told, each note once: restarts, an absent agent, the agent's own warnings."""
         notes = _drain(self._initial_notes)
         return notes if self._link is None else notes + _drain(self._link.notes)
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Send what is queued, wait for that at most `timeout_seconds`, and let go. A second call does nothing."""
+        """Send what is queued, waiting at most `timeout_seconds`, and close. A second call does nothing."""
         if self._is_closed or self._is_forked:
             return
         self._is_closed = True
@@ -152,7 +152,7 @@ class Channel:
         self._is_started = True
         try:
             self._link.start()
-        except RuntimeError as error:  # no thread to be had, or the interpreter is going down
+        except RuntimeError as error:  # no thread can be started, or the interpreter is shutting down
             self._link.has_given_up = True
             self._initial_notes.append(f"transport could not start ({error}); training goes on unwatched")
 
@@ -170,7 +170,7 @@ class Channel:
 
 
 def agent_address(agent: str) -> Path:
-    """The path in `unix:///path`. Raises `BadInput`."""
+    """The path in `unix:///path`. Raises `BadInput` for anything else."""
     path = agent.removeprefix(_SCHEME)
     if path == agent or not path.startswith("/"):
         raise BadInput([f"FP8WATCH_AGENT: {agent!r} is not of the form unix:///path/of/agent.sock"])

@@ -1,7 +1,7 @@
 """`runs/<run>/endpoint.json`: where a run's process, socket, metrics and store are.
 
-Written by the agent, read by the command line and the console. It stays after the end of the run, because it
-names the store; `state` then says `ended` and socket and metrics address are empty.
+Written by the agent, read by the command line and the console. It stays after the run has ended, because it names the
+store; `state` is then `ended`, and the addresses of socket and metrics are empty.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fp8watch.records import RunRecord
 from fp8watch.transport import places
 
 MODE = 0o644
-"""Of endpoints and targets: Prometheus and the console may run as other users."""
+"""File mode of endpoints and targets: Prometheus and the console may run as other users."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What `endpoint.json` holds."""
+    """The content of `endpoint.json`."""
 
     run: str
     pid: int
@@ -34,17 +34,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     store: str
     """Absolute path of the SQLite file; empty when the store is in the process's memory only, or in `redis`."""
     redis: str = ""
-    """Address of the Redis that holds the records, without user and password; empty for a store of one machine."""
+    """Address of the Redis that holds the records, without user and password; empty for a store on one machine."""
     state: Literal["live", "ended"] = "live"
     started_unix: float = 0.0
 
 
 def write(directory: Path, endpoint: Endpoint) -> None:
-    """Write a run's endpoint under `directory`, at once or not at all. Raises `OSError`."""
+    """Write a run's endpoint under `directory`, atomically. Raises `OSError`."""
     path = places.endpoint_file(directory, endpoint.run)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = msgspec.json.format(msgspec.json.encode(endpoint), indent=2) + b"\n"
-    replace_file(path, content, durable=False, mode=MODE)  # written anew by the next process
+    replace_file(path, content, durable=False, mode=MODE)  # not durable: the next process writes it again
 
 
 def read(directory: Path, run: str) -> Endpoint | None:
@@ -53,7 +53,7 @@ def read(directory: Path, run: str) -> Endpoint | None:
 
 
 def read_all(directory: Path) -> Iterator[Endpoint]:
-    """Every endpoint under `directory`, by folder name."""
+    """Every endpoint under `directory`, in the order of folder names."""
     for path in sorted(directory.glob("runs/*/endpoint.json")):
         endpoint = _read(path)
         if endpoint is not None:
@@ -61,7 +61,7 @@ def read_all(directory: Path) -> Iterator[Endpoint]:
 
 
 def is_gone(endpoint: Endpoint) -> bool:
-    """Whether the process is known to have died; of another host nothing is known."""
+    """Whether the process is known to have died; on another host that is unknown."""
     if endpoint.host != socket.gethostname():
         return False
     try:
@@ -74,7 +74,7 @@ def is_gone(endpoint: Endpoint) -> bool:
 
 
 def as_it_is(record: RunRecord, endpoint: Endpoint | None) -> RunRecord:
-    """The record as it has to be read now: a run whose process died could not write down its own end."""
+    """The record as it must be read now: a run whose process died could not record its own end."""
     if record.state != "running" or endpoint is None or not is_gone(endpoint):
         return record
     return msgspec.structs.replace(record, state="lost", reason="the process that watched it is gone")

@@ -1,8 +1,7 @@
 """Closes a channel's socket in forked children.
 
-The agent takes the end of a rank's socket for the end of the rank. A DataLoader worker that was forked while
-the socket was open would keep it open after the trainer was killed; close-on-exec does not help against a
-fork without exec.
+The agent takes the end of a rank's socket for the end of the rank. A DataLoader worker forked while the socket was open
+would keep it open after the trainer was killed. Close-on-exec does not help against a fork without exec.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Protocol
 
 
 class ForkAware(Protocol):
-    """Something that must let go of its file descriptors in a forked child."""
+    """Something that must close its file descriptors in a forked child."""
 
     def after_fork_in_child(self) -> None:
-        """Close what was inherited; runs in the child, on its only thread, and must take no lock."""
+        """Close what was inherited. Runs in the child, on its only thread, and must take no lock."""
 
 
 _watched: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def watch(item: ForkAware) -> None:
-    """Call `item.after_fork_in_child()` in every child that is forked from now on, while `item` lives."""
+    """Call `item.after_fork_in_child()` in every child that is forked from now on, as long as `item` lives."""
     _watched.add(item)
 
 

@@ -1,7 +1,7 @@
 """The transport thread: connects, sends what is queued, receives replies, keeps the background process alive.
 
-Everything slow is here: encoding, system calls, waiting, starting a process. It shares with the training
-thread only the queue, the inbox, the notes and a few plain attributes, none of them behind a lock.
+Everything slow is here: encoding, system calls, waiting, starting a process. With the training thread it shares only
+the queue, the inbox, the notes and a few plain attributes, none of them behind a lock.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fp8watch.transport.queue import OutgoingQueue
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.02
-"""How long a queued message may wait. Polled: waking this thread by a system call would cost the training
-thread its hold on the interpreter."""
+"""How long a queued message may wait. The queue is polled: to wake this thread by a system call, the training thread
+would have to release the interpreter lock."""
 PAUSE_SECONDS, SHORT_PAUSE_SECONDS = 0.001, 0.0001
-"""After each message of a backlog; the short one where frames would be lost otherwise. A thread that lets go of the
-interpreter for a system call only has it back before another one has woken up: without a pause the training thread
-waits for `sys.getswitchinterval()`, 5 ms, each time it wants it."""
+"""Pauses after each message of a backlog; the short one where frames would be lost otherwise. A thread that releases
+the interpreter lock for a system call takes it back before another thread has woken up. Without a pause the training
+thread would wait `sys.getswitchinterval()`, 5 ms, each time it wants the lock."""
 FIRST_RETRY_SECONDS = 0.05
 MAX_RETRY_SECONDS = 1.0
 STABLE_SECONDS = 2.0
 """A connection that lasted this long was good: the next attempts are quick again."""
 ABSENT_SECONDS = 1.0
-"""What the end of a training waits for an agent that is not there and that nobody here starts."""
+"""How long the end of a training waits for an absent agent that somebody else has to start."""
 READ_BYTES = 256 * 1024
 
 
@@ -57,7 +57,7 @@ class Link(threading.Thread):
         process: AgentProcess | None,
         dropped_before: Mapping[str, int] | None = None,
     ) -> None:
-        """`dropped_before`: what the training thread has dropped before it came to the queue, by reason."""
+        """`dropped_before`: messages that the training thread dropped before they reached the queue, by reason."""
         super().__init__(name="fp8watch-transport", daemon=True)
         self._address = address
         self._settings = settings
@@ -76,18 +76,18 @@ class Link(threading.Thread):
         self.inbox: deque[Reply] = deque(maxlen=4096)
         self.notes: deque[str] = deque(maxlen=256)
         self.dropped: Counter[str] = Counter()
-        """Counted by this thread only; the queue counts what it pushes out."""
+        """Counted by this thread only; the queue counts the messages that it pushes out."""
         self.is_connected = False
         self.has_given_up = False
         self.num_connections = 0
         self.finished = threading.Event()
 
     def open_with(self, opening: Opening) -> None:
-        """What connections open with. Before `start` only."""
+        """Set what connections open with. Only before `start`."""
         self._opening = opening
 
     def run(self) -> None:
-        """Thread body; ends after `stop` or when the process is given up."""
+        """Thread body; ends after `stop`, or when the process is given up."""
         try:
             self._run()
             self._linger()
@@ -104,15 +104,15 @@ class Link(threading.Thread):
                 self._process.reap(self._settings.end_grace_seconds + 5.0)
 
     def stop(self, deadline: float) -> None:
-        """Send what is queued until `deadline` (time.monotonic), then close; an absent agent of somebody else's is not
-        waited for so long."""
+        """Send what is queued until `deadline` (time.monotonic), then close. An absent agent that somebody else runs
+        gets less time (`ABSENT_SECONDS`)."""
         if self._process is None and not self.is_connected:
             deadline = min(deadline, time.monotonic() + ABSENT_SECONDS)
         self._deadline = deadline
         self._stopping.set()
 
     def close_in_child(self) -> None:
-        """Let go of the socket in a forked child. Takes no lock."""
+        """Close the socket in a forked child. Takes no lock."""
         if self._socket is not None:
             self._socket.close()
 
@@ -175,16 +175,16 @@ class Link(threading.Thread):
         self._pending = memoryview(b"")
         unsent, self._current = self._current, None
         if unsent is not None and unsent not in self._preamble:
-            self._preamble.append(unsent)  # was cut off by the end of the last connection
+            self._preamble.append(unsent)  # the end of the last connection cut it off
         self.num_connections += 1
         self.is_connected = True
         return True
 
     def _linger(self) -> None:
-        """Say that nothing follows, and read until the agent has taken it all, within the deadline.
+        """Say that nothing follows, and read until the agent has taken everything, within the deadline.
 
-        A socket closed under a reply on its way breaks the agent's connection, and with it is lost what the agent
-        had not read yet.
+        Closing the socket while a reply is on its way would break the agent's connection and lose what the agent has
+        not read yet.
         """
         connection = self._socket
         if connection is None or not self.is_connected:
@@ -223,7 +223,7 @@ class Link(threading.Thread):
                     self._opening.passed(self._current)
                     self._current = None
                     self._pause()
-            elif events and not events[0][1] & select.POLLIN:  # hung up or in error, nothing left to read
+            elif events and not events[0][1] & select.POLLIN:  # closed or in error, with nothing left to read
                 self._disconnect()
         except BlockingIOError:
             return
@@ -232,7 +232,7 @@ class Link(threading.Thread):
             self._disconnect()
 
     def _pause(self) -> None:
-        """Between the messages of a backlog, for the sake of the training thread; not once it has ended."""
+        """Pause between the messages of a backlog, for the sake of the training thread; not after that has ended."""
         if left := len(self._queue):
             is_late = 2 * left > self._settings.queue_frames
             self._stopping.wait(SHORT_PAUSE_SECONDS if is_late else PAUSE_SECONDS)
@@ -244,7 +244,7 @@ class Link(threading.Thread):
         try:
             message = as_message(outgoing)
             if isinstance(message, StepFrame | Goodbye):
-                # Copies, made in one go: the training thread counts on.
+                # Copies, each made in one operation: the training thread goes on counting.
                 dropped = self.dropped + Counter(dict(self._queue.overflowed)) + Counter(dict(self._dropped_before))
                 if dropped:
                     message = msgspec.structs.replace(message, dropped=dict(dropped))
@@ -253,12 +253,12 @@ class Link(threading.Thread):
         except WireError as error:
             self.dropped["too_large"] += 1
             self._warn_once(f"message dropped: {error}")
-        except Exception as error:  # a value msgpack has no form for, or a frame that cannot be put together
+        except Exception as error:  # a value that msgpack cannot encode, or a frame that cannot be put together
             self.dropped["unencodable"] += 1
             self._warn_once(f"message dropped: {error!r}")
 
     def _receive(self, connection: socket.socket) -> bool:
-        """Read what is there; False at the end of the stream or when it makes no sense."""
+        """Read what has arrived; False at the end of the stream, or when the bytes make no sense."""
         data = connection.recv(READ_BYTES)
         if not data:
             return False
@@ -282,9 +282,9 @@ class Link(threading.Thread):
         self.inbox.append(reply)
 
     def _keep_process(self, process: AgentProcess) -> bool:
-        """See to it that a process runs; False when it is given up."""
+        """Make sure that a process runs; False when it is given up."""
         if process.is_running() or (self._stopping.is_set() and process.num_starts > 0):
-            return True  # a training that is over before it could be started is worth a record too
+            return True  # a training that ends before the start deserves a record too
         is_restart = process.num_starts > 0
         if is_restart and not process.has_restarts_left():
             self._give_up(
@@ -308,7 +308,7 @@ class Link(threading.Thread):
             self.dropped["disconnected"] += 1
 
     def _say_what_is_left(self) -> None:
-        """Nobody asks for notes or counters any more."""
+        """Log the number of unsent messages at the end, when nobody asks for counters any more."""
         left = len(self._queue) + (self._current is not None)
         if left and not self.has_given_up:
             logger.warning("fp8watch: %d messages were not sent: no agent at %s took them", left, self._address)

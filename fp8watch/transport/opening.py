@@ -1,9 +1,9 @@
 """What a connection opens with, so that the agent understands the message that follows: hello, layout, checkpoints.
 
-Not what training says of itself by now: frames that wait for an agent to come up (or to come back) may be of an
-earlier step, of an earlier layout, or of an attempt that a rollback has ended since. An opening that ran ahead of
-them would have them dropped as old ones, or leave their columns without names. So it stands where the queue's head
-stands, and moves on as each message goes out whole.
+That is not the current state of training: frames that wait for an agent to start (or to come back) may be of an earlier
+step, of an earlier layout, or of an attempt that a rollback has since ended. An opening ahead of them would make the
+agent drop them as old, or leave their columns without names. So the opening is kept where the head of the queue is, and
+moves on as each message is sent completely.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 from fp8watch.records import CheckpointRecord, Hello, Layout, Message, StepFrame
 
 MAX_REMOVED = 256
-"""Checkpoints that rotation has removed and that an agent is still told of: it may have missed the removal."""
+"""Checkpoints removed by rotation that an agent is still told of, because it may have missed the removal."""
 
 
 class Opening:
-    """Made from the first messages of a rank; advanced by the transport thread with all that it has sent since."""
+    """Made from a rank's first messages; the transport thread advances it with every message it has sent since."""
 
     def __init__(self, messages: Iterable[Message]) -> None:
         self._hello: Hello | None = None
@@ -31,12 +31,12 @@ class Opening:
                 self._others.append(message)
 
     def messages(self) -> list[Message]:
-        """The opening for what comes next; its hello says after how many updates that begins."""
+        """The opening for the next message; its hello says after how many updates that begins."""
         parts = [self._hello, self._layout, *self._others, *self._checkpoints.values()]
         return [part for part in parts if part is not None]
 
     def passed(self, message: Message) -> None:
-        """A message has gone out whole: what follows comes after it."""
+        """A message was sent completely, and what follows comes after it."""
         if isinstance(message, StepFrame):
             hello = self._hello
             if hello is not None and hello.attempt == message.attempt and hello.step < message.step:
@@ -48,7 +48,7 @@ class Opening:
         if isinstance(message, Hello):
             known = self._hello
             if known is not None and known.attempt == message.attempt:
-                # Said in the middle of an attempt, with frames of earlier steps perhaps still on their way.
+                # Sent in the middle of an attempt, perhaps with frames of earlier steps still on their way.
                 message = msgspec.structs.replace(message, step=known.step)
             self._hello = message
         elif isinstance(message, Layout):

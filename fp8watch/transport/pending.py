@@ -1,7 +1,7 @@
-"""A step's frame that has still to be put together: by whoever needs it first, as a rule the transport thread.
+"""A step's frame that still has to be put together by whoever needs it first, usually the transport thread.
 
-Its numbers are on the host and nobody writes to them any more, so that any thread may do it, and two at once come to
-the same. The training thread has other things to do.
+Its numbers are on the host and nobody writes to them any more, so any thread may do it; two threads at once make equal
+frames. This keeps the work off the training thread.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from fp8watch.records import Message, StepFrame
 
 
 class Parts(Protocol):
-    """What a frame is made of."""
+    """What a frame is put together from."""
 
     @property
     def step(self) -> int:
         """The optimizer step."""
 
     def frame(self) -> StepFrame:
-        """Put together whole."""
+        """The complete frame."""
 
     def scalars(self) -> dict[str, float]:
-        """Its scalars alone: much less work."""
+        """The frame's scalars alone, which is much less work."""
 
 
 class PendingFrame:
-    """Made by the recorder; queued like the message that it becomes."""
+    """Made by the recorder; queued instead of the message that it becomes."""
 
     __slots__ = ("_frame", "_parts", "step")
 
@@ -36,8 +36,8 @@ class PendingFrame:
         self._frame: StepFrame | None = None
 
     def frame(self) -> StepFrame:
-        """The frame, made at the first call (of two threads at once, by both). Raises what its making raises."""
-        parts, found = self._parts, self._frame  # in this order: the frame is there before its parts are let go
+        """The frame, put together at the first call (by both of two threads at once). Raises what that raises."""
+        parts, found = self._parts, self._frame  # in this order: the frame is set before the parts are released
         if found is None:
             assert parts is not None
             found = self._frame = parts.frame()
@@ -45,7 +45,7 @@ class PendingFrame:
         return found
 
     def scalars(self) -> dict[str, float]:
-        """Those of the frame, whether or not it has been put together."""
+        """The frame's scalars, whether or not it has been put together."""
         parts, found = self._parts, self._frame
         if found is not None:
             return found.scalars
@@ -58,5 +58,5 @@ Outgoing = Message | PendingFrame
 
 
 def as_message(outgoing: Outgoing) -> Message:
-    """As it goes out. Raises what the making of a frame raises."""
+    """The message to send. Raises what putting a frame together raises."""
     return outgoing.frame() if isinstance(outgoing, PendingFrame) else outgoing

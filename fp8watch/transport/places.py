@@ -1,6 +1,6 @@
-"""Where a run's socket, log and endpoint lie: derived from the run's name and FP8WATCH_DIR alone.
+"""Where a run's socket, log and endpoint are: derived from the run's name and FP8WATCH_DIR alone.
 
-Every local rank and the background process come to the same answer without talking to each other.
+So every local rank and the background process find the same places without talking to each other.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` holds 108 bytes with the closing zero (unix(7))."""
 
 UNWRITABLE = "FP8WATCH_DIR cannot be written"
-"""How the background process begins to say so: a rank that has said it already does not warn again."""
+"""Start of the background process's message about that: a rank that has reported it already does not warn again."""
 
 
 def run_folder(directory: Path, run: str) -> Path:
-    """`directory/runs/<run>`; characters that do not belong into a file name are replaced, with a digest added."""
+    """`directory/runs/<run>`; characters unsuitable for a file name are replaced, and a digest is added."""
     name = re.sub(r"[^A-Za-z0-9._=+@-]", "_", run)[:120]
     if name != run or name in ("", ".", ".."):
         name = f"{name.strip('.')}-{_digest(run)}"
@@ -33,12 +33,12 @@ def endpoint_file(directory: Path, run: str) -> Path:
 
 
 def directory_digest(directory: Path) -> str:
-    """Stands for FP8WATCH_DIR in names outside it: two folders' runs of the same name are kept apart."""
+    """Stands for FP8WATCH_DIR in names outside it, so that runs of the same name in two folders are kept apart."""
     return _digest(str(directory.absolute()))
 
 
 def state_folders(directory: Path) -> list[Path]:
-    """Where the records of runs go, in this order, when FP8WATCH_DIR cannot be written, is full or on a network."""
+    """Where the records of runs go, in this order, when FP8WATCH_DIR cannot be written, is full or is on a network."""
     digest = directory_digest(directory)
     state_home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     folders = [Path(state_home) / "fp8watch" / digest] if os.path.isabs(state_home) else []
@@ -67,7 +67,7 @@ def socket_path(directory: Path, run: str) -> Path:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a 0700 folder, or check that it is a real one of this user. Raises `OSError`."""
+    """Make a 0700 folder, or check that it is a real folder of this user. Raises `OSError`."""
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():

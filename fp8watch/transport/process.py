@@ -1,8 +1,8 @@
-"""The embedded background process: started from the transport thread, watched, started again once.
+"""The embedded background process: started from the transport thread, watched, and restarted once.
 
-`subprocess` with a session of its own: never multiprocessing, whose fork after CUDA initialisation breaks
-the child and whose children inherit the rendezvous socket. The process's own sign of life is the other way
-round: it ends by itself when the trainer's sockets close (`fp8watch_agent.lifecycle`).
+It is started by `subprocess` in a session of its own, never by multiprocessing: a fork after CUDA initialisation breaks
+the child, and the children would inherit the rendezvous socket. The process watches us in the same way: it ends by
+itself when the trainer's sockets close (`fp8watch_agent.lifecycle`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8watch.transport import places
 logger = logging.getLogger(__name__)
 
 _children: list[subprocess.Popen[bytes]] = []
-"""Not yet reaped: `Popen` complains when it is collected while its process runs."""
+"""Children not reaped yet: `Popen` complains when it is collected while its process runs."""
 
 
 class AgentProcess:
@@ -37,7 +37,7 @@ class AgentProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it was started by us, dead or alive."""
+        """Process id, dead or alive; None before we have started it."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -46,7 +46,7 @@ class AgentProcess:
         return places.run_folder(self._settings.dir.absolute(), self._run) / "agent.log"
 
     def is_running(self) -> bool:
-        """Whether the process that was started last still lives."""
+        """Whether the process that was started last is alive."""
         return self._process is not None and self._process.poll() is None
 
     def has_restarts_left(self) -> bool:
@@ -80,12 +80,12 @@ class AgentProcess:
         return f"exited with code {code}"
 
     def terminate(self) -> None:
-        """Ask it to go: nobody will connect to it any more."""
+        """Ask it to end, because nobody will connect to it any more."""
         if self._process is not None and self.is_running():
             self._process.terminate()
 
     def reap(self, timeout_seconds: float) -> None:
-        """Wait for its end so that no zombie stays in a trainer that lives on after detaching."""
+        """Wait for its end, so that no zombie stays in a trainer that lives on after detaching."""
         deadline = time.monotonic() + timeout_seconds
         while self.is_running() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -110,7 +110,7 @@ class AgentProcess:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             return self.log.open("ab")
         except OSError:
-            # An unwritable FP8WATCH_DIR is reported by the process itself, which keeps its store elsewhere.
+            # The process itself reports an unwritable FP8WATCH_DIR, and keeps its store elsewhere.
             return open(os.devnull, "ab")
 
 

@@ -1,9 +1,9 @@
 """What waits to be sent: two deques, filled by the training thread and emptied by the transport thread.
 
-No lock: `deque.append` and `popleft` are atomic, so that the training thread cannot be made to wait for a
-thread that holds one. Frames are bounded and the oldest goes first; everything else (results, checkpoints,
-layouts, hello and goodbye) has room of its own, so that a burst of frames never pushes it out. The order in
-which messages were put is kept across both.
+There is no lock: `deque.append` and `popleft` are atomic, so the training thread never waits for a thread that holds
+one. Frames are bounded, and the oldest is dropped first. Everything else (results, checkpoints, layouts, hello and
+goodbye) has room of its own, so that a burst of frames never pushes it out. The order in which messages were put is
+kept across both deques.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ class OutgoingQueue:
         """Messages pushed out, by the reason given to `put`; written by the producer only."""
 
     def put(self, message: Outgoing, reason_when_full: str) -> None:
-        """Add a message; the oldest of its kind goes, counted, when there is no room. Producer side."""
+        """Add a message. When there is no room, the oldest of its kind is dropped and counted. Producer side."""
         is_frame = type(message) is PendingFrame or type(message) is StepFrame
         queue, limit = (self._frames, self._max_frames) if is_frame else (self._kept, MAX_KEPT)
         queue.append((next(self._sequence), message))
         while len(queue) > limit:
             try:
                 queue.popleft()
-            except IndexError:  # the consumer was quicker: there is room now
+            except IndexError:  # the consumer was quicker, so there is room now
                 return
             self.overflowed[reason_when_full] += 1
 
     def take(self) -> Outgoing | None:
         """The oldest message, None when there is none. Consumer side."""
-        # Heads are taken out before they are compared: a head merely looked at could be pushed out meanwhile.
+        # Both heads are taken out before they are compared: one that was only looked at could be pushed out
+        # meanwhile.
         if self._next_frame is None:
             self._next_frame = _popleft(self._frames)
         if self._next_kept is None:

@@ -12,6 +12,7 @@ import hand_made as make
 import prometheus_client
 import pytest
 
+from fp8watch.shared_reply import MAX_AGE_SECONDS
 from fp8watch_agent.exporter import Exporter
 from fp8watch_agent.metrics_state import MetricsState
 
@@ -81,4 +82,5 @@ def test_scrapes_collections_and_frames_at_once(state: MetricsState, exporter: E
     for values in seen:
         assert values == sorted(values)
         assert values[-1] > 0
+    time.sleep(MAX_AGE_SECONDS)
     assert make.scrape(exporter.url)['fp8watch_steps_total{run="r"}'] == step

@@ -16,9 +16,10 @@ from fp8watch_agent.families import CAUSES, Family
 from fp8watch_agent.metrics_state import MetricsState
 from fp8watch_agent.run_metrics import DROP_REASONS, NONFINITE_QUANTITIES, STATES
 
+UNSEEN = ("late", "missing", "superseded", "unannounced", "detectors_failed")
 CLOSED = {
     "detector": DETECTORS, "cause": CAUSES, "severity": ("warn", "act"), "action": ACTIONS, "state": STATES,
-    "quantity": NONFINITE_QUANTITIES, "reason": (*DROP_REASONS, "late", "missing", "superseded", "unannounced"),
+    "quantity": NONFINITE_QUANTITIES, "reason": (*DROP_REASONS, *UNSEEN),
     "tensor": ("input", "weight", "output", "grad_output", "grad_input"),
     "outcome": ("pending", "helped", "no_effect", "reverted", "failed", "vetoed", "expired", "unavailable", "refused"),
 }  # fmt: skip

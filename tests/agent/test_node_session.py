@@ -91,7 +91,9 @@ def test_what_a_stream_has_that_nobody_signed_stops_nothing_and_what_is_old_is_n
     delivered: list[Command | LedgerUpdate] = []
     errors: list[str] = []
     link: Any = SimpleNamespace(client=None, shown="redis")
-    thread = DownlinkThread(link, delivered.append, errors.append, Verifier(ring))
+    thread = DownlinkThread(
+        link, delivered.append, errors.append, Verifier(ring), node="n0", on_contest=lambda run, why: None
+    )
 
     def read(*replies: Command | LedgerUpdate) -> None:
         for reply in replies:

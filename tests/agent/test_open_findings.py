@@ -158,6 +158,9 @@ class _Nothing(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         return _Nothing()
 
+    def __call__(self) -> set[str]:
+        return set()
+
     def __float__(self) -> float:
         return 0.0
 

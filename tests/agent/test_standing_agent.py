@@ -113,7 +113,7 @@ def test_malformed_foreign_and_oversized_messages_are_counted(agent: _Agent) -> 
     client.socket.sendall(struct.pack(">I", wire.MAX_MESSAGE_BYTES + 1))
     assert client.is_closed_by_peer()
     client.close()
-    assert dropped("too_large") == 1
+    make.wait_for(lambda: dropped("too_large") == 1)
 
 
 @pytest.mark.parametrize("version", [0, wire.WIRE_VERSION + 1])
@@ -125,7 +125,7 @@ def test_a_rank_of_another_wire_version_is_told_so_and_may_come_back(agent: _Age
     assert f"speaks wire version {version}" in answer.warnings[0]
     assert client.is_closed_by_peer()
     client.close()
-    assert agent.metric('fp8watch_frames_dropped_total{reason="version",run="upgraded"}') >= 1
+    make.wait_for(lambda: agent.metric('fp8watch_frames_dropped_total{reason="version",run="upgraded"}') >= 1)
     client = make.RawClient(agent.socket)
     client.send(make.hello("upgraded"), make.goodbye("upgraded"))
     answer = client.receive()

@@ -12,8 +12,8 @@ from hand_made import hello
 from typer.testing import CliRunner
 
 from fp8watch.cli import build
-from fp8watch.controller.cluster.program import ClusterProgram
 from fp8watch.controller.cluster.redis_keys import ACTIVE
+from fp8watch.controller.cluster.stops import Stops
 from fp8watch.records import ActionRecord, Finding, RunRecord
 
 pytestmark = pytest.mark.redis
@@ -63,11 +63,11 @@ def test_runs_actions_and_verdicts(redis: parts.Redis) -> None:
 def test_disarming_reaches_the_controller(redis: parts.Redis) -> None:
     store = redis.store()
     store.link.client.sadd(ACTIVE, "r", "s")
-    program = ClusterProgram(store.link, holder="c")
+    stops = Stops(store.link)
 
     def why(run: str) -> str:
-        program._disarmed = program._read_disarmed({"r", "s"})
-        return program._why_disarmed(run)
+        stops.read({"r", "s"})
+        return stops.why(run)
 
     assert why("r") == ""
     assert "disarmed for the controller" in call("disarm", "r")

@@ -122,6 +122,7 @@ def test_who_may_connect_to_the_agent_is_looked_at(redis: parts.Redis, store: Re
     assert "is the agent running" in doctor(redis.url, "--agent-socket", f"unix://{path}")[1]["agent socket"][1]
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.fspath(path))
+        server.listen()
         path.chmod(0o600)
         assert doctor(redis.url, "--agent-socket", f"unix://{path}")[1]["agent socket"][0] == "ok"
         path.chmod(0o666)

@@ -46,11 +46,11 @@ def test_only_the_node_that_holds_a_rank_can_lose_it(store: RedisStore, end: Upl
     record = program.runs.state("r")
     assert record is not None
     assert record.state == "running"
-    assert program._has_ranks("r")
+    assert program.runs.pilot("r").ranks  # type: ignore[union-attr]
     assert program.inflow.refused["r", "other_node"] == 1
     of_b = RankLost(run="r", rank=0, node="b") if isinstance(end, RankLost) else end
     program._take([Entered("r", "5-0", of_b, "b")])
-    assert not program._has_ranks("r")
+    assert not program.runs.pilot("r").ranks  # type: ignore[union-attr]
     assert program.inflow.refused["r", "other_node"] == 1
 
 

@@ -285,7 +285,7 @@ def test_a_store_that_cannot_be_read_does_not_make_a_run_an_unknown_one(
     def away(*_: object) -> None:
         raise redis_py.ConnectionError("away")
 
-    monkeypatch.setattr(store.link.client, "smembers", away)
+    monkeypatch.setattr(store.link.client, "get", away)
     with pytest.raises(Interrupted):
         program.runs.take(hello("r"))
     assert program.runs.pilot("r") is None

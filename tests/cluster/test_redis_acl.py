@@ -14,7 +14,7 @@ from fake_ranks import WAITS
 from typer.testing import CliRunner
 
 from fp8watch.cli import build
-from fp8watch.controller.cluster.redis_keys import ACTIVE, DISARM, GROUP, LEASE, NODES, RUNS, TERM, RunKeys
+from fp8watch.controller.cluster.redis_keys import ACTIVE, CONTROLLERS, DISARM, GROUP, LEASE, NODES, RUNS, TERM, RunKeys
 from fp8watch.controller.cluster.redis_link import connect
 from fp8watch.controller.identity import KINDS
 
@@ -104,6 +104,10 @@ def test_agent_controller_and_console_need_no_more(made: Cluster, monkeypatch: p
     job.end()
     wait_for(lambda: store.runs()[0].state == "ended", 25, "the end")
     wait_for(lambda: not store.link.client.smembers(ACTIVE), 25, "the run's things put away")
+    as_user(made, "console")
+    judged = CliRunner().invoke(build(), ["doctor", "--cluster", "--redis", made.redis.url])
+    assert "not observable" not in judged.output
+    assert "up to mode auto" in judged.output, "the controller lists itself"
     store.close()
     with made.redis.client("outside") as outside:
         denied = [(entry["object"], entry["username"]) for entry in outside.acl_log()]
@@ -144,7 +148,7 @@ NAMED = {
     "frames": KEYS.frames, "commands": KEYS.commands, "run": KEYS.run, "order": KEYS.order, "state": KEYS.state,
     "approvals": KEYS.approvals, "fence": KEYS.fence, "ranks": KEYS.ranks, "disarm": KEYS.disarm, "lease": LEASE,
     "presence": KEYS.presence("n0"), "contested": KEYS.contested("n0"), "term": TERM, "runs": RUNS, "active": ACTIVE,
-    "nodes": NODES, "all disarmed": DISARM, **{kind: KEYS.kind(kind) for kind in RECORDS},
+    "nodes": NODES, "controllers": CONTROLLERS, "all disarmed": DISARM, **{kind: KEYS.kind(kind) for kind in RECORDS},
     **{f"{kind} order": KEYS.kind_order(kind) for kind in RECORDS},
 }  # fmt: skip
 WRITES: dict[str, tuple[str, ...]] = {
@@ -164,8 +168,9 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     "controller": {
         "frames": {"XACK", "XAUTOCLAIM"} | MAY_KEEP, "commands": {"XADD"} | MAY_KEEP, "ranks": MAY_KEEP,
         "state": {"HSET"} | MAY_KEEP, "fence": {"HSET"} | MAY_KEEP, "run": {"SET", "UNLINK"},
-        "order": {"INCRBY", "UNLINK"}, "approvals": {"UNLINK"}, "nodes": {"HDEL"},
-        "runs": {"SADD", "SREM"}, "active": {"SREM"}, "lease": {"SET", "DEL", "PEXPIRE"}, "term": {"SET", "DEL", "PEXPIRE"},
+        "order": {"INCRBY", "UNLINK"}, "approvals": {"UNLINK"}, "nodes": {"HDEL"}, "controllers": {"HSET", "HDEL"},
+        "runs": {"SADD", "SREM"}, "active": {"SREM"}, "lease": {"SET", "DEL", "PEXPIRE"},
+        "term": {"SET", "DEL", "PEXPIRE"},
         "contested": {"SET", "DEL"},
         **{kind: {"HSET", "UNLINK"} for kind in RECORDS},
         **{f"{kind} order": {"ZADD", "UNLINK"} for kind in RECORDS},

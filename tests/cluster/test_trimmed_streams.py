@@ -86,9 +86,7 @@ def test_training_was_restarted_meanwhile(
     assert found(store) == {125}
 
 
-def test_what_is_still_in_the_stream_is_taken_in_its_order(
-    store: RedisStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_still_in_the_stream_is_taken_in_its_order(store: RedisStore, caplog: pytest.LogCaptureFixture) -> None:
     """Frames of the attempt before are judged before the hello of the next is heard."""
     agent = Agent(store)
     agent.begin()
@@ -171,6 +169,65 @@ def test_a_run_that_is_over_is_not_begun_and_ended_again_and_again(
     agent.begin()  # and now it is there
     agent.train(6, 20)
     parts.wait_for(lambda: program._round() and store.runs()[0].state == "running", 10, "the run being heard")
+
+
+def test_a_run_of_which_nothing_is_known_does_not_stay(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages were lost with the agent's machine; only the run's name was left among the active ones."""
+    monkeypatch.setattr("fp8watch.controller.cluster.progress.MAX_PAUSE_SECONDS", 0.1)
+    store.link.client.sadd(ACTIVE, "r")
+    agent = Agent(store)
+    agent.train(1, 2)
+    program = controller(store, "c")
+    parts.wait_for(lambda: program._round() and not store.link.client.sismember(ACTIVE, "r"), 10, "its end")
+    assert all(store.link.client.ttl(key) != -1 for key in KEYS.to_go_on)
+    agent.begin()
+    agent.train(1, 20)
+    parts.wait_for(lambda: program._round() and store.runs(), 10, "the run being heard")
+
+
+def test_a_run_that_moved_while_nobody_looked_is_watched_once_its_first_node_is_gone(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new node's hello was trimmed: the note that it is refused makes its agent say it again."""
+    monkeypatch.setattr(cluster, "MISSING_LOOKS", 2)
+    first_node, second_node = Agent(store), Agent(store, "n1")
+    first_node.begin()
+    first_node.train(1, 20)
+    first = controller(store, "first")
+    rounds(first)
+    gone(store, first)
+    store.link.client.delete(KEYS.presence("n0"))  # dead, without a word
+    second_node.begin(pid=2)
+    second_node.trim(keep=0)
+    second_node.train(1, 5)
+    second = controller(store, "second")
+    parts.wait_for(lambda: second._round() and store.link.client.exists(KEYS.contested("n1")), 10, "the note")
+
+    def is_watched() -> bool:
+        if store.link.client.exists(KEYS.contested("n1")):
+            second_node.begin(pid=2)
+        second._round()
+        pilot = second.runs.pilot("r")
+        return pilot is not None and pilot.ranks.keys() == {0} and pilot.ranks[0].pid == 2
+
+    parts.wait_for(is_watched, 20, "the run being watched where it is")
+
+
+def test_what_a_dead_agent_left_behind_brings_no_run_back(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "MISSING_LOOKS", 2)
+    agent = Agent(store)
+    agent.begin()
+    agent.train(1, 20)
+    program = controller(store, "c")
+    rounds(program)
+    store.link.client.delete(KEYS.presence("n0"))
+    parts.wait_for(lambda: program._round() and not store.link.client.sismember(ACTIVE, "r"), 10, "the end")
+    assert store.link.client.hlen(KEYS.ranks) == 2
+    store.link.client.sadd(ACTIVE, "r")
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        program._round()
+        assert store.runs()[0].state == "lost"
 
 
 def test_real_processes_find_each_other_late(tmp_path: Path) -> None:

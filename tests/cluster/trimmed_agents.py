@@ -17,25 +17,25 @@ from fp8watch.records import NodeFrame, Uplink
 from fp8watch.security.envelope import Sealer
 
 KEYS = RunKeys("r")
-NODE = "n0"
 TENSORS = 6
 
 
 class Agent:
-    """Node `n0` with rank 0 of run `r`."""
+    """A node with rank 0 of run `r`."""
 
-    def __init__(self, store: RedisStore) -> None:
+    def __init__(self, store: RedisStore, node: str = "n0") -> None:
         self._redis = store.link.client
-        self._sealer = Sealer(NODE, 1, None)
+        self._node = node
+        self._sealer = Sealer(node, 1, None)
         self.attempt = 0
 
     def begin(self, **more: object) -> None:
         """Hello and layout of the present attempt."""
         self._redis.sadd(ACTIVE, "r")
-        self._redis.set(KEYS.presence(NODE), "1")
+        self._redis.set(KEYS.presence(self._node), "1")
         entry = self.put(make.hello("r", attempt=self.attempt, **more))
-        self._redis.hset(KEYS.ranks, f"0@{NODE}", entry)
-        self._redis.hset(KEYS.ranks, f"layout@{NODE}", self.put(make.layout("r", attempt=self.attempt)))
+        self._redis.hset(KEYS.ranks, f"0@{self._node}", entry)
+        self._redis.hset(KEYS.ranks, f"layout@{self._node}", self.put(make.layout("r", attempt=self.attempt)))
 
     def train(self, first: int, last: int, nan_at: Sequence[int] = ()) -> None:
         """Steps with a loss that is well; at `nan_at` only the tensors' maxima tell that something is wrong."""
@@ -45,8 +45,8 @@ class Agent:
             scalars = [{"loss": 2.0 + 0.01 * (step % 7), "grad_norm": 1.0}]
             self.put(
                 NodeFrame(
-                    run="r", attempt=self.attempt, node=NODE, rank=0, step=step, layout_id=1, time_unix=time.time(),
-                    ranks=[0], scalars=scalars, columns=columns,
+                    run="r", attempt=self.attempt, node=self._node, rank=0, step=step, layout_id=1,
+                    time_unix=time.time(), ranks=[0], scalars=scalars, columns=columns,
                 )
             )  # fmt: skip
 

@@ -50,6 +50,8 @@ class Rank:
     halted: bool = False
     unread: tuple[str, ...] = ()
     """Actions whose read-back fails."""
+    start: str = ""
+    """Empty: of a version that did not name its starts."""
 
 
 class ScriptedPipeline:
@@ -116,8 +118,9 @@ class Box:
         store: Any = None,
         lag: int = 1,
         security: dict[str, Any] | None = None,
+        start: str = "",
     ) -> None:
-        self.rank = Rank()
+        self.rank = Rank(start=start)
         self.now = 1000.0
         self.store = MemoryStore() if store is None else store
         self.pipeline = ScriptedPipeline(script, onsets) if script is not None else None
@@ -139,7 +142,7 @@ class Box:
         hello = Hello(
             wire_version=1, run="r", attempt=self.rank.attempt, rank=0, local_rank=0, world_size=1, pid=1, host="h",
             time_unix=self.now, step=self.rank.step, policy=self._policy, policy_name="test",
-            capabilities=self._capabilities, warmup_steps=self._warmup_steps,
+            capabilities=self._capabilities, warmup_steps=self._warmup_steps, start=self.rank.start,
         )  # fmt: skip
         self._route(self.controller.receive(hello))
         columns = [TensorColumn(module=layer, tensor="input", block=layer, fp8_format="E4M3") for layer in self._layers]
@@ -158,7 +161,7 @@ class Box:
 
     def _obey(self, command: Command) -> None:
         rank = self.rank
-        answer = {"id": command.id, "run": "r", "rank": 0, "verb": command.verb}
+        answer = {"id": command.id, "run": "r", "rank": 0, "verb": command.verb, "start": command.start}
         if rank.step > command.last_step:
             result = CommandResult(**answer, attempt=rank.attempt, step=rank.step, status="expired")
             self._route(self.controller.receive(result))

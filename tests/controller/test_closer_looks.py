@@ -1,4 +1,4 @@
-"""Closer looks at the controller: kept, asked for, shown as evidence, and gone with their timeline."""
+"""Closer looks in the controller: kept, asked for, shown as evidence, and forgotten with their timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A restart or rollback after which the data begins anew is a finding in its first step."""
+"""A restart or rollback after which the data starts again is a finding in its first step."""
 
 from __future__ import annotations
 

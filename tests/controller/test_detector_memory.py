@@ -1,4 +1,4 @@
-"""An agent that was away goes on with what it knew: the same findings, under the same ids, as if it had stayed."""
+"""A restarted agent continues with what it knew: the same findings, with the same ids, as without a restart."""
 
 from __future__ import annotations
 
@@ -80,6 +80,24 @@ def test_restarts_change_no_finding(tmp_path: Path, restarts: tuple[int, ...]) -
     store.close()
 
 
+def test_a_restarted_controller_stands_where_one_that_stayed_does() -> None:
+    """At step 96 with an open incident, whose evidence decisions are founded on, and a state from step 65 on."""
+    stayed, store = MemoryStore(), MemoryStore()
+    controllers = [RunController(each, clock=lambda: 1.0) for each in (stayed, store)]
+    for controller in controllers:
+        controller.receive(hello(0))
+        controller.receive(layout())
+        for frame in frames()[:96]:
+            controller.receive(frame)
+    again = RunController(store, clock=lambda: 1.0)
+    again.receive(hello(96))
+    kept, restarted = (controller._runs["r"].pilot for controller in (controllers[0], again))
+    assert kept.standing().evidence
+    assert kept.standing().seen == 96
+    assert restarted.standing() == kept.standing()
+    assert list(restarted.open_incidents()) == list(kept.open_incidents())
+
+
 def test_without_frames_but_since_the_last_state_it_is_the_same() -> None:
     assert run(MemoryStore(keep_frames=False), (95, 145)) == run(MemoryStore())
 
@@ -87,7 +105,7 @@ def test_without_frames_but_since_the_last_state_it_is_the_same() -> None:
 def test_without_the_memory_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(MemoryStore())
     monkeypatch.setattr(recollection, "SAVE_EVERY", 10**9)
-    monkeypatch.setattr("fp8watch.controller.run.state_if_due", lambda pilot, has_news: [])
+    monkeypatch.setattr("fp8watch.controller.run.state_if_due", lambda standing, pipeline, has_news: [])
     assert run(MemoryStore(), (95,)) != whole
 
 

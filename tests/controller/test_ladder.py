@@ -1,4 +1,4 @@
-"""The ladder with a rank that obeys: settle, judge, undo, next rung; one action at a time; returns one by one."""
+"""The ladder with an obedient rank: settle, judge, undo, next rung; one action at a time; returns one by one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Frames of several ranks become one sample: by module name, with the extreme of what can be extreme."""
+"""Frames of several ranks become one sample: matched by module name, with the extreme of each quantity."""
 
 from __future__ import annotations
 
 import math
+import time
 
 import msgspec
 import numpy as np
@@ -158,10 +159,11 @@ def test_a_silent_rank_is_waited_for_until_it_is_given_up() -> None:
     made = merger(layout(0), layout(1))
     for step in range(1, 9):
         assert made.frame(frame(0, step)) == []
-    assert made.held_by(range(2)) == (None, []), "so many may be in flight"
+    assert made.held_by() == (None, []), "so many may be in flight"
     made.frame(frame(0, 9))
-    assert made.held_by(range(2)) == (1, [1])
-    assert steps(made.leave(1)) == list(range(1, 10))
+    assert made.held_by() == (1, [None]), "of one that never spoke nothing but the number of ranks is known"
+    assert steps(made.leave(None)) == list(range(1, 10))
+    assert made.held_by() == (None, [])
     assert steps(made.frame(frame(0, 10))) == [10], "given up: nothing waits for it any more"
     made.frame(frame(1, 5))
     assert made.unseen == {"missing": 4, "late": 1}
@@ -212,3 +214,23 @@ def test_every_frame_that_comes_is_in_a_sample_or_counted(data: st.DataObject) -
 
 def steps(samples: list[Sample]) -> list[int]:
     return [sample.step for sample in samples]
+
+
+def test_how_many_ranks_a_run_is_said_to_have_costs_nothing() -> None:
+    made = Merger(1_048_576)
+    for rank in (0, 1):
+        made.join(rank, 0)
+    began = time.perf_counter()
+    for step in range(1, 40):
+        for rank in (0, 1):
+            assert made.frame(frame(rank, step)) == []
+        assert made.held_by() == ((None, []) if step < 9 else (1, [None]))
+    assert time.perf_counter() - began < 1.0
+    assert steps(made.leave(None)) == list(range(1, 40))
+    made.join(7, 39)
+    assert made.frame(frame(0, 40)) + made.frame(frame(1, 40)) == [], "one that speaks after all is waited for"
+    assert steps(made.frame(frame(7, 40))) == [40]
+    made.restart(40)
+    for rank in (0, 1, 7):
+        made.join(rank, 40)
+        assert made.frame(frame(rank, 41)) == [], "in a new attempt all may come"

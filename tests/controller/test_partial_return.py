@@ -37,21 +37,27 @@ class Layers:
         assert set(applied.params["layers"]) <= set(self.held), "what is not held cannot be given back"
         self.held = [layer for layer in self.held if layer not in applied.params["layers"]]
 
+    def read_back_revert(self, applied: Applied) -> ReadBack:
+        return ReadBack(ok=not set(applied.params["layers"]) & set(self.held))
+
 
 def test_layers_go_back_one_at_a_time(tmp_path: Path) -> None:
     layers, answers = Layers(), list[CommandResult]()
     boundary = Boundary(
         rank=0, actions={layers.name: layers}, capabilities=lambda: {layers.name: ""},
         journal=Journal(tmp_path, 0), agreement=SingleProcess(), disarm=Disarm(Settings(dir=tmp_path), "r"),
-        mode="auto", send=answers.append, attempt=lambda: 0, on_broken=lambda reason: None,
+        mode="auto", send=answers.append, attempt=lambda: 0, start="this start", on_broken=lambda reason: None,
     )  # fmt: skip
     desk = CommandDesk("r", term=1)
     everywhere = frozenset({0})
 
     def carry_out(verb: Any, params: dict[str, Any], step: int) -> str:
         boundary.receive(
-            desk.issue("a1", verb, "bf16_layers", params, step=step, seen=step, attempt=0, ranks=everywhere)
-        )
+            desk.issue(
+                "a1", verb, "bf16_layers", params, step=step, seen=step, attempt=0, ranks=everywhere,
+                start="this start",
+            )
+        )  # fmt: skip
         boundary.run(step)
         for answer in answers:
             desk.take(answer)

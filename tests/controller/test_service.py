@@ -264,6 +264,9 @@ def test_a_failing_detector_does_not_stop_the_record() -> None:
     scene.run(20)
     assert len(list(scene.store.read("r", StepFrame))) == 20
     assert scene.controller._runs["r"].pilot.detector_errors == 20
+    assert scene.controller.unseen.counts["r"]["detectors_failed"] == 20, (
+        "nobody has looked at these steps, which has to show"
+    )
 
 
 def test_a_message_before_any_hello_is_counted_and_ignored() -> None:

@@ -1,4 +1,4 @@
-"""One controller, several ranks: commands for all of them, and done only when all have done it."""
+"""One controller, several ranks: commands go to all of them, and are done only when all have done them."""
 
 from __future__ import annotations
 
@@ -126,6 +126,8 @@ def test_nothing_is_commanded_while_a_rank_is_missing():
     run.steps(12, ranks=[0])
     assert not list(run.store.read("r", ActionRecord)), "the other may still be on its way"
     run.wait(6)
+    (noted,) = [item for item in run.store.read("r", Arrival) if item.kind == "late"]
+    assert noted.key == "", "one that never spoke has no number that matters"
     run.steps(1, ranks=[0])
     assert run.commands == []
     assert "1 of 2 ranks are connected" in list(run.store.read("r", ActionRecord))[-1].reason

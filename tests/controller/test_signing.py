@@ -32,19 +32,22 @@ def test_every_command_is_signed() -> None:
     assert all(verifier.ledger(update) for update in signed.rank.updates)
 
 
-@pytest.mark.parametrize("forged", ["unsigned", "wrong key", "altered", "of another action"])
+@pytest.mark.parametrize("forged", ["unsigned", "wrong key", "altered", "of another action", "of another start"])
 def test_a_forged_approval_gets_nothing_done_and_a_genuine_one_does(forged: str) -> None:
     run = box("approve", approval_ring=CONSOLE)
     run.run(105)
     (waiting,) = [action for action in run.store.read("r", ActionRecord) if action.status == "waiting"]
-    genuine = approvals.sign(Approval(run="r", action_id=waiting.id, verdict="approve", by="me"), CONSOLE)
+
+    def approve(action: ActionRecord, ring: KeyRing | None) -> Approval:
+        return approvals.give(action, "approve", by="me", time_unix=1.0, ring=ring)
+
+    genuine = approve(waiting, CONSOLE)
     fake = {
-        "unsigned": msgspec.structs.replace(genuine, signature=b""),
-        "wrong key": approvals.sign(genuine, COMMANDS),
+        "unsigned": approve(waiting, None),
+        "wrong key": approve(waiting, COMMANDS),
         "altered": msgspec.structs.replace(genuine, by="somebody"),
-        "of another action": msgspec.structs.replace(
-            approvals.sign(msgspec.structs.replace(genuine, action_id="a-0"), CONSOLE), action_id=waiting.id
-        ),
+        "of another action": approve(msgspec.structs.replace(waiting, action="checkpoint_now"), CONSOLE),
+        "of another start": approve(msgspec.structs.replace(waiting, start="earlier"), CONSOLE),
     }[forged]
     run.store.approve(fake)
     run.run(110)

@@ -1,4 +1,4 @@
-"""Spikes that heal and spikes that do not, and a run that always diverges again: patience, and a limit that holds."""
+"""Spikes that heal and spikes that do not, and a run that always diverges again: patience, and limits that hold."""
 
 from __future__ import annotations
 

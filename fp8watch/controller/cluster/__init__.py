@@ -1,1 +1,1 @@
-"""The controller of many runs: one process decides, others stand by; Redis between them and the agents."""
+"""The controller of many runs: one process decides, others stand by; Redis connects them with the agents."""

@@ -1,18 +1,19 @@
-"""What comes in from agents: a consumer group over the runs' streams, entries opened, order and origin checked.
+"""Reads the agents' messages: a consumer group on the runs' streams, which checks order and origin of each entry.
 
-`Inflow.enter` is the one place where an agent's message enters the controller.
+`Inflow.enter` is the only place where an agent's message enters the controller.
 
-The group's list of what was read and not finished is what a successor begins with: an entry leaves it in the commit
-that keeps its effect. Which entry was read last is kept besides, so that a group that has vanished (a server without
-persistence, an eviction) is made anew from there: nothing acts twice and nothing that is still in the stream is missed.
+A successor starts with the group's pending entries: an entry is acknowledged in the same commit that stores its effect.
+The id of the last entry read is stored too, so that a group that has vanished (a server without persistence, an
+eviction) is recreated from there: no entry acts twice, and none that is still in the stream is missed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,31 +22,34 @@ from fp8watch.controller.cluster.redis_keys import GROUP, RunKeys
 from fp8watch.controller.cluster.redis_link import BLOCK_MS, RedisLink, ResponseError
 from fp8watch.errors import WireError
 from fp8watch.records import Uplink
-from fp8watch.security.envelope import Opener, Repeated, unpack
+from fp8watch.security.envelope import Opener, Repeated, Superseded, unpack
 from fp8watch.security.keyring import KeyRing
 
 logger = logging.getLogger(__name__)
 READ_COUNT = 128
 POLL_MS = 50
-"""Between two looks at streams that cannot be read in one blocking call (Redis Cluster)."""
+"""Pause between two reads of streams that cannot be read in one blocking call (Redis Cluster)."""
 CLAIM_COUNT = 256
+SECOND_AGENT_SAID_AT = 3
+LOOK_AHEAD = 1024
+"""Some 33 MB of frames of 1,680 tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """An entry of a run's stream. `message` None: it was refused."""
+    """An entry of a run's stream. `message` is None if it was refused."""
 
     run: str
     entry_id: str
     message: Uplink | None
     node: str = ""
-    """Who sent it."""
+    """The node that sent it."""
     number: tuple[int, int] = (0, 0)
     """Incarnation and sequence of its envelope."""
 
 
 class Inflow:
-    """Reads for one consumer. Raises `redis.RedisError` when Redis is away."""
+    """Reads as one consumer. Methods raise `redis.RedisError` when Redis does not answer."""
 
     def __init__(self, link: RedisLink, consumer: str, ring: KeyRing | None) -> None:
         self._link = link
@@ -54,9 +58,9 @@ class Inflow:
         self._ring = ring
         self._openers: dict[str, Opener] = {}
         self._last_ids: dict[str, str] = {}
-        self._is_unsure = False
+        self._may_have_missed = False
         self.refused: Counter[tuple[str, str]] = Counter()
-        """(run, reason) -> entries."""
+        """(run, reason) -> number of entries."""
         self.taken: Counter[str] = Counter()
         self.claimed: Counter[str] = Counter()
         self.recreated: Counter[str] = Counter()
@@ -68,15 +72,15 @@ class Inflow:
         numbers: dict[str, tuple[int, int]],
         unfinished: Iterable[tuple[str, int, int]] = (),
     ) -> list[Entered]:
-        """Begin with a run; the entries that somebody read and did not finish, oldest first.
+        """Start reading a run. Returns the pending entries of any consumer, oldest first.
 
-        `last_id`: the newest entry read by the last commit; `numbers`: what each agent had sent by then; `unfinished`:
-        (sender, incarnation, sequence) of what was read by then and is still to be dealt with.
+        As of the last commit: `last_id` is the newest entry read, `numbers` the newest (incarnation, sequence) of each
+        agent, `unfinished` the (sender, incarnation, sequence) of the messages that were read but not yet processed.
         """
         try:
             return self._join(run, last_id, numbers, unfinished)
         except BaseException:
-            self.leave(run)  # to be joined again, from the same point
+            self.leave(run)  # so that it can be joined again from the same point
             raise
 
     def _join(
@@ -93,7 +97,7 @@ class Inflow:
         found: list[Entered] = []
         start = "0-0"
         while True:
-            # Two parts on 6.2, three from 7.0: only what both have is used.
+            # Redis 6.2 answers with two parts, 7.0 with three: only the first two are used.
             answer = self._redis.xautoclaim(
                 RunKeys(run).frames, GROUP, self._consumer, min_idle_time=0, start_id=start, count=CLAIM_COUNT
             )
@@ -106,12 +110,12 @@ class Inflow:
         return found
 
     def leave(self, run: str) -> None:
-        """Read a run no longer."""
+        """Stop reading a run."""
         self._last_ids.pop(run, None)
         self._openers.pop(run, None)
 
     def leave_all(self) -> None:
-        """Read nothing any more."""
+        """Stop reading all runs."""
         self._last_ids.clear()
         self._openers.clear()
 
@@ -120,17 +124,17 @@ class Inflow:
         return self._last_ids.get(run, "0-0")
 
     def numbers(self, run: str) -> dict[str, tuple[int, int]]:
-        """What each agent has sent to a run so far."""
+        """The newest (incarnation, sequence) of each agent of a run."""
         opener = self._openers.get(run)
         return opener.numbers() if opener is not None else {}
 
     def read(self, block_ms: int = BLOCK_MS // 4) -> list[Entered]:
-        """New entries of all runs; waits a little when there are none."""
+        """New entries of all runs; waits up to `block_ms` if there are none."""
         by_key = {RunKeys(run).frames.encode(): run for run in self._last_ids}
-        found: list[Entered] = self._missed(by_key) if self._is_unsure else []
+        found: list[Entered] = self._missed(by_key) if self._may_have_missed else []
         if found:
             return found
-        self._is_unsure = True  # until the answer is here: what was given out and not received is asked for again
+        self._may_have_missed = True  # until all answers have arrived: else entries delivered to us would stay unread
         keys = [[key] for key in by_key] if self._link.is_cluster else [list(by_key)] if by_key else []
         for some in keys:
             block = None if self._link.is_cluster else block_ms
@@ -146,13 +150,13 @@ class Inflow:
                 continue
             for key, entries in answer.items() if isinstance(answer, dict) else answer or []:
                 found += [self.enter(by_key[key], entry_id, fields) for entry_id, fields in entries]
-        self._is_unsure = False
-        if not found and (self._link.is_cluster or not keys):  # nothing that could have blocked
+        self._may_have_missed = False
+        if not found and (self._link.is_cluster or not keys):  # no call has blocked
             time.sleep((POLL_MS if keys else block_ms) / 1000)
         return found
 
     def _missed(self, by_key: dict[bytes, str]) -> list[Entered]:
-        """Entries that were given out to us in an answer that never arrived: later than the last that did."""
+        """Entries that Redis delivered to us in an answer that never arrived: pending, and newer than the last read."""
         found: list[Entered] = []
         for key, run in by_key.items():
             try:
@@ -168,9 +172,9 @@ class Inflow:
         return found
 
     def enter(self, run: str, entry_id: bytes, fields: dict[bytes, bytes]) -> Entered:
-        """An entry with its message, or (counted) without."""
+        """An entry with its message, or without it if refused, which is counted."""
         name = entry_id.decode()
-        if _number(name) > _number(self.last_id(run)):
+        if _sort_key(name) > _sort_key(self.last_id(run)):
             self._last_ids[run] = name
         try:
             envelope = unpack(fields[b"e"])
@@ -178,6 +182,8 @@ class Inflow:
             return self._refuse(run, name, "malformed", error)
         try:
             body = self._openers[run].open(envelope)
+        except Superseded as error:
+            return self._refuse_second(run, name, envelope.sender, error)
         except Repeated as error:
             return self._refuse(run, name, "repeated", error)
         except WireError as error:
@@ -190,26 +196,45 @@ class Inflow:
         except WireError as error:
             return self._refuse(run, name, "malformed", error)
         if message.run != run:
-            return self._refuse(run, name, "foreign", WireError(f"it speaks of run {message.run}"))
+            return self._refuse(run, name, "foreign", WireError(f"it is about run {message.run}"))
         self.taken[run] += 1
         return Entered(run, name, message, envelope.sender, (envelope.incarnation, envelope.sequence))
 
-    def glance(self, data: bytes) -> tuple[Uplink, str] | None:
-        """A sealed message that lies outside the stream, and its node; None: not genuine. Order is not looked at."""
+    def glance(self, run: str, data: bytes) -> Entered | None:
+        """A sealed message of a run that is stored outside the stream, without an entry's id; None if not genuine. The
+        order is not checked."""
         try:
             envelope = unpack(data)
             if envelope.wire_version not in wire.READABLE_VERSIONS:
                 return None
-            return wire.unpack_uplink(Opener(self._ring).open(envelope)), envelope.sender
+            message = wire.unpack_uplink(Opener(self._ring).open(envelope))
         except WireError:
             return None
+        number = (envelope.incarnation, envelope.sequence)
+        return Entered(run, "", message, envelope.sender, number) if message.run == run else None
+
+    def ahead(self, run: str, senders: Set[str]) -> dict[str, tuple[int, int]]:
+        """Of these senders, those with entries that are still to be read, and the (incarnation, sequence) of the first:
+        what has a smaller one is not in the stream any more. Looks at the next `LOOK_AHEAD` entries."""
+        found: dict[str, tuple[int, int]] = {}
+        position, left = self.last_id(run), LOOK_AHEAD
+        while left > 0 and not senders <= found.keys():
+            entries = self._redis.xrange(RunKeys(run).frames, min=f"({position}", count=READ_COUNT)
+            for _, fields in entries:
+                with contextlib.suppress(KeyError, WireError):
+                    envelope = unpack(fields[b"e"])
+                    found.setdefault(envelope.sender, (envelope.incarnation, envelope.sequence))
+            if len(entries) < READ_COUNT:
+                break
+            position, left = entries[-1][0].decode(), left - len(entries)
+        return found
 
     def following(self) -> set[str]:
-        """Runs that are read."""
+        """The runs that are being read."""
         return set(self._last_ids)
 
     def lag(self, run: str) -> int | None:
-        """Entries that wait to be read; None: unknown."""
+        """Number of entries not yet read; None: unknown."""
         for group in self._redis.xinfo_groups(RunKeys(run).frames):
             if group["name"] == GROUP.encode():
                 lag = group.get("lag")
@@ -218,9 +243,19 @@ class Inflow:
 
     def _refuse(self, run: str, name: str, reason: str, error: Exception) -> Entered:
         self.refused[run, reason] += 1
-        level = logging.WARNING if self.refused[run, reason] == 1 and reason != "repeated" else logging.DEBUG
+        is_loud = self.refused[run, reason] == 1 and reason not in ("repeated", "second_agent")
+        level = logging.WARNING if is_loud else logging.DEBUG
         logger.log(level, "entry %s of run %s refused as %s: %s", name, run, reason, error)
         return Entered(run, name, None)
+
+    def _refuse_second(self, run: str, name: str, node: str, error: Exception) -> Entered:
+        """One may still come from an agent that is just being replaced."""
+        if self.refused[run, "second_agent"] + 1 == SECOND_AGENT_SAID_AT:
+            logger.warning(
+                "run %s: two agents send as node %s, and only the one that was started last is heard: what trains at "
+                "the other is not watched. Give each its own name (FP8WATCH_NODE)", run, node,
+            )  # fmt: skip
+        return self._refuse(run, name, "second_agent", error)
 
     def _make_group(self, run: str, *, is_gone: bool = False) -> None:
         try:
@@ -231,16 +266,16 @@ class Inflow:
             return
         if is_gone:
             self.recreated[run] += 1
-            logger.warning("the consumer group of run %s was gone: made anew after %s", run, self.last_id(run))
+            logger.warning("the consumer group of run %s had vanished: recreated after %s", run, self.last_id(run))
 
     def _tidy(self, run: str) -> None:
-        """Remove consumers of controllers that are gone, once nothing of theirs is left."""
+        """Remove the consumers of other controllers that have no pending entries."""
         for consumer in self._redis.xinfo_consumers(RunKeys(run).frames, GROUP):
             name = consumer["name"].decode()
             if name != self._consumer and consumer["pending"] == 0:
                 self._redis.xgroup_delconsumer(RunKeys(run).frames, GROUP, name)
 
 
-def _number(entry_id: str) -> tuple[int, int]:
+def _sort_key(entry_id: str) -> tuple[int, int]:
     milliseconds, _, count = entry_id.partition("-")
     return int(milliseconds), int(count or 0)

@@ -1,8 +1,8 @@
-"""Which controller decides: a lease in Redis, renewed while its holder works, with a term that only ever grows.
+"""Which controller decides: a lease in Redis that its holder keeps renewing, with a term that only ever grows.
 
-The term is the fencing token. It goes into every commit (`fp8watch.controller.cluster.outbox`), and Redis refuses one
-of an older term: a holder that was frozen past its lease can write nothing when it wakes. Besides, a holder steps down
-by its own monotonic clock when it could not renew in time.
+The term is the fencing token. Every commit carries it (`fp8watch.controller.cluster.outbox`), and Redis refuses commits
+of an older term, so a holder that was frozen past the end of its lease cannot write when it wakes up. In addition, a
+holder steps down by its own monotonic clock if it could not renew in time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fp8watch.controller.cluster.redis_keys import LEASE, TERM
 from fp8watch.controller.cluster.redis_link import RedisLink
 
 MAX_OTHERS = 10
-"""Times our own length: what a lease of another has left at most. Its end is a time of day, and if the clock of Redis'
-machine is set back, that of a holder who dies just then would lie hours ahead."""
+"""Cap on what is left of another holder's lease, in multiples of our own lease time. Redis stores its end as a time of
+day: if the clock of its machine is set back, the lease of a holder that dies then would end only hours later."""
 _ACQUIRE = """
 local held = redis.call('GET', KEYS[1])
-if held and not string.find(held, ':' .. ARGV[1], 1, true) then
+if held and string.sub(held, (string.find(held, ':', 1, true) or 0) + 1) ~= ARGV[1] then
   if redis.call('PTTL', KEYS[1]) > tonumber(ARGV[4]) then redis.call('PEXPIRE', KEYS[1], ARGV[4]) end
   return {0, held}
 end
@@ -40,14 +40,14 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A lease that was given. `is_unbroken`: nobody else held it since our last one, so what we remember is true."""
+    """An acquired lease. `is_unbroken`: nobody else has held it since we did, so what we remember is still true."""
 
     term: int
     is_unbroken: bool
 
 
 class Lease:
-    """One candidate. `holder` is unique to this process; `clock` is monotonic, in seconds."""
+    """The lease as seen by one candidate. `holder` is unique to this process; `clock` is monotonic, in seconds."""
 
     def __init__(self, link: RedisLink, holder: str, seconds: float, clock: Callable[[], float]) -> None:
         self._redis: Any = link.client
@@ -57,17 +57,17 @@ class Lease:
         self._until = 0.0
         self._renewed = 0.0
         self.term = 0
-        """Of the lease held now or last; 0: none yet."""
+        """Term of the current or last lease held; 0: none yet."""
         self.seen = ""
-        """`term:holder` of who holds it, when somebody else does."""
+        """`term:holder` of another process that holds the lease; empty if none does."""
 
     @property
     def is_held(self) -> bool:
-        """Whether we may act: by our own clock the lease has not ended."""
+        """Whether we may act: by our own clock the lease has not expired."""
         return self._clock() < self._until
 
     def acquire(self) -> Held | None:
-        """Try to get it; None: somebody else has it. Raises `redis.RedisError`."""
+        """Try to acquire the lease; None if another process holds it. Raises `redis.RedisError`."""
         asked = self._clock()
         milliseconds = int(self._seconds * 1000)
         answer = self._redis.eval(
@@ -77,14 +77,14 @@ class Lease:
         if term == 0:
             self.seen = other
             return None
-        # -1: Redis has lost its terms, and with them whoever might have come between.
+        # -1: Redis has lost the term, and with it any trace of another holder in between.
         held = Held(term=term, is_unbroken=self.term > 0 and int(other) in (self.term, -1))
-        # Counted from before the call: Redis may have begun counting at any time since.
+        # Counted from before the call: Redis may have started the lease at any time since.
         self.term, self._until, self._renewed, self.seen = term, asked + self._seconds, asked, ""
         return held
 
     def renew(self) -> bool:
-        """Keep it for another while, if a third of its time has passed; False: it is lost, and must be acquired again.
+        """Extend the lease if a third of its time has passed. Returns False if it is lost and must be acquired again.
 
         Raises `redis.RedisError`.
         """
@@ -99,7 +99,7 @@ class Lease:
         return True
 
     def release(self) -> None:
-        """Give it up, so that another need not wait for its end. Raises `redis.RedisError`."""
+        """Release the lease, so that others need not wait until it expires. Raises `redis.RedisError`."""
         if self.is_held:
             self._until = 0.0
             self._redis.eval(_RELEASE, 1, LEASE, f"{self.term}:{self.holder}")

@@ -1,10 +1,9 @@
-"""The memory of a run's controller as bytes, so that a standby goes on exactly where another stopped.
+"""The memory of a run's controller as bytes, so that a standby continues exactly where another one stopped.
 
-What is remembered is the state of plain objects of this package, attribute by attribute: numbers, text, containers,
-records and frozen dataclasses. Functions, and what is made from settings (policies, other libraries' objects), are
-not: `recall` lays the memory over an object that was made afresh, which has its own. Objects with `dump` and `load`
-(`fp8watch.detect.pipeline.Pipeline`) speak for themselves. Nothing is executed: only classes of this package are
-named, and they are filled without being called.
+It holds the state of this package's objects, attribute by attribute: numbers, text, containers, records and
+dataclasses. Functions, settings, policies and objects of other libraries are left out: `recall` writes the memory over
+a freshly made object, which has its own. Objects with `dump` and `load` (`fp8watch.detect.pipeline.Pipeline`) encode
+themselves. Decoding executes nothing: it accepts only classes of this package and fills them without calling them.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ _SKIP = object()
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """One memory with the version of this form."""
+    """A memory with the version of its format."""
 
     version: int
     package: str
-    """Version of fp8watch that wrote it: another one starts from the records instead."""
+    """Version of fp8watch that wrote it. Another version does not use it and starts from the stored records."""
     state: Any
 
 
 def remember(root: object, leave_out: frozenset[str] = frozenset()) -> Any:
-    """The state of `root` as plain containers. `leave_out`: names of attributes, at any depth, that are not kept."""
+    """The state of `root` as plain containers, without attributes whose name, at any depth, is in `leave_out`."""
     return _attributes(root, leave_out)
 
 
 def recall(root: object, state: Any) -> None:
-    """Lay a memory over an object of the same class, in place. Raises `ValueError` for one that does not fit."""
+    """Write a memory over an object of the same class, in place. Raises `ValueError` if it does not fit."""
     try:
         for name, value in state.items():
             _set(root, name, value)
@@ -50,7 +49,7 @@ def encode(state: Any, package: str) -> bytes:
 
 
 def decode(data: bytes, package: str) -> Any:
-    """A memory back from `encode`. Raises `ValueError` when it is of another version."""
+    """The inverse of `encode`. Raises `ValueError` for a memory of another version."""
     try:
         found = msgspec.msgpack.decode(data, type=Remembered)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

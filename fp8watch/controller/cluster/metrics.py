@@ -1,7 +1,7 @@
-"""/metrics of the cluster's controller: what it finds and does, and how it fares with its lease and Redis.
+"""/metrics of the cluster's controller: what it finds and does, and the state of its lease and of Redis.
 
-Agents export what they see of their ranks; findings and actions are counted here only. What a run is in now (its state,
-its open findings) is said by the active controller alone: one that was active before knows no better than then.
+Agents export what they see of their ranks; findings and actions are counted only here. The current state of a run and
+its open findings are exported by the active controller only: a former one knows them only as of when it was active.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fp8watch import __version__
+from fp8watch.controller.cluster.departed import Counts, Departed
 from fp8watch.controller.cluster.program import ClusterProgram
 from fp8watch.controller.open_findings import Open
 from fp8watch.errors import MissingDependency
 from fp8watch.metrics import BY_NAME, PREFIX
+from fp8watch.netloc import netloc, reachable
 from fp8watch.records import ActionRecord, Finding, RunRecord, Stored
 from fp8watch.security.metrics_access import MetricsAccess
 from fp8watch.wire import WIRE_VERSION
@@ -33,30 +35,38 @@ _APPLIED = ("applied", "reverted")
 _ENDINGS = ("helped", "no_effect", "reverted")
 _NOT_APPLIED = ("failed", "vetoed", "expired", "unavailable", "refused")
 MAX_RUNS = 1000
+"""Runs with series at most, as in an agent; those that train always have theirs."""
 ENDED_TTL_SECONDS = 600.0
-"""How long the series of a run that is over stay, as in an agent (`AgentOptions.ended_ttl_seconds`)."""
-_OF_NOW = ("run_state", "open_findings")
+"""How long the series of a run are exported after its end, as in an agent (`AgentOptions.ended_ttl_seconds`)."""
+_ACTIVE_ONLY = ("run_state", "open_findings")
 _Samples = list[tuple[tuple[str, ...], float]]
 
 
 class Tally:
-    """Counts records as they are stored, each once; what happened before this process began is not in it.
+    """Counts records as they are stored, each once, from the start of this process on.
 
     `clock` is monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._lock = threading.Lock()
         self._seen: dict[str, None] = {}
         self._findings: Counter[tuple[str, ...]] = Counter()
         self._actions: Counter[tuple[str, ...]] = Counter()
         self._states: dict[str, tuple[str, float]] = {}
-        """Run -> its state, and since when."""
+        """Run -> its state, and since when (by `clock`)."""
         self._open: dict[str, Open] = {}
+        self.on_run: Callable[[], None] = lambda: None
+        """Called when a run has begun or ended, on the thread that decides."""
 
     def __call__(self, record: Stored) -> None:
-        """Hear of a record."""
+        """Count a record."""
+        if self._take(record):
+            self.on_run()
+
+    def _take(self, record: Stored) -> bool:
+        """Returns whether a run has begun or ended."""
         with self._lock:
             if isinstance(record, Finding) and self._is_new(f"{record.run} finding {record.id}"):
                 self._findings[record.run, record.detector, record.cause, record.severity] += 1
@@ -71,12 +81,15 @@ class Tally:
                         self._actions[record.run, record.action, ending] += 1
             elif isinstance(record, RunRecord):
                 before, since = self._states.pop(record.run, ("", 0.0))
-                self._states[record.run] = (record.state, since if record.state == before else self._clock())
+                self._states[record.run] = (record.state, since if record.state == before else self.clock())
                 while len(self._states) > MAX_RUNS:
-                    self._forget(next(iter(self._states)))
+                    over = (run for run, (state, _) in self._states.items() if state != "running")
+                    self._forget(next(over, next(iter(self._states))))
+                return record.state != before
+        return False
 
     def open_findings(self, run: str, found: Open) -> None:
-        """Hear what is open of a run now: the listener of `OpenFindings`."""
+        """Set the findings of a run that are open now: the listener of `OpenFindings`."""
         with self._lock:
             self._open.pop(run, None)
             self._open[run] = found
@@ -84,9 +97,9 @@ class Tally:
                 del self._open[next(iter(self._open))]
 
     def samples(self) -> dict[str, _Samples]:
-        """Values by metric; of runs that are over for a while, none any more."""
+        """Samples by metric, without the runs that ended more than `ENDED_TTL_SECONDS` ago."""
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             for run, (state, since) in list(self._states.items()):
                 if state != "running" and now - since > ENDED_TTL_SECONDS:
                     self._forget(run)
@@ -127,21 +140,23 @@ class Tally:
 
 
 class ControllerExporter(Collector):
-    """Serves /metrics on a thread of its own."""
+    """Serves /metrics in a separate thread."""
 
     def __init__(self, program: ClusterProgram, tally: Tally, access: MetricsAccess | None = None) -> None:
         self._program = program
         self._access = access or MetricsAccess()
         self._tally = tally
+        self._departed = Departed(tally.clock, ttl_seconds=ENDED_TTL_SECONDS, most=MAX_RUNS)
+        tally.on_run = self._let_go
         self._server: Any = None
         self.url = ""
 
     def start(self, host: str, port: int) -> None:
-        """Serve. Raises `OSError` when the port cannot be had."""
+        """Start serving. Raises `OSError` if the port is not available."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         self._server, _ = self._access.serve(registry, host, port)
-        self.url = f"{self._access.scheme}://{host}:{self._server.server_port}/metrics"
+        self.url = f"{self._access.scheme}://{netloc(reachable(host), self._server.server_port)}/metrics"
 
     def stop(self) -> None:
         """Stop serving."""
@@ -150,11 +165,12 @@ class ControllerExporter(Collector):
             self._server.server_close()
 
     def describe(self) -> list[Any]:
-        """Nothing is asked of a program that has not begun."""
+        """Empty, so that registering does not collect from a program that has not started."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Everything that has a value now."""
+        """All metrics that have a value now."""
+        self._let_go()
         program = self._program
         holder, inflow = program.lease.holder, program.inflow
         found: dict[str, _Samples] = {
@@ -167,12 +183,13 @@ class ControllerExporter(Collector):
             "controller_claimed_total": _by_run(inflow.claimed),
             "controller_groups_recreated_total": _by_run(inflow.recreated),
             "controller_entries_refused_total": [(key, float(n)) for key, n in list(inflow.refused.items())],
+            "controller_set_aside_total": _by_run(program.aside.times),
             "controller_lag_entries": _by_run(program.lags),
             "controller_delay_seconds": _by_run(program.delays),
             "store_errors_total": _by_run(program.runs.store_errors),
             **self._tally.samples(),
         }
-        for name in () if program.is_active else _OF_NOW:
+        for name in () if program.is_active else _ACTIVE_ONLY:
             found[name] = []
         for name, samples in found.items():
             metric = BY_NAME[PREFIX + name]
@@ -182,6 +199,15 @@ class ControllerExporter(Collector):
                 family.add_metric(labels, value)
             if samples:
                 yield family
+
+    def _let_go(self) -> None:
+        program = self._program
+        inflow = program.inflow
+        counts: list[Counts] = [
+            inflow.taken, inflow.claimed, inflow.recreated, inflow.refused, program.aside.times, program.lags,
+            program.delays, program.runs.store_errors,
+        ]  # fmt: skip
+        self._departed.look(inflow.following(), counts)
 
 
 def _by_run(values: dict[str, int] | dict[str, float] | Counter[str]) -> _Samples:

@@ -1,8 +1,8 @@
-"""From the frames of all nodes to one `Sample` a step: the cluster's counterpart of `fp8watch.controller.merge`.
+"""Merges the frames of all nodes into one `Sample` per step: the cluster's counterpart of `fp8watch.controller.merge`.
 
-The rules are the same; only what arrives is different: a node's ranks come together, their tensors already reduced.
-Nodes of one run usually hold the same tensors, announced in the same words: their order is kept once, and merging 128
-of them is one numpy call a column.
+The rules are the same; only the input differs: all ranks of a node arrive together, with their tensors already reduced.
+Nodes of one run usually announce identical layouts. Such a layout is kept once, and merging 128 nodes is one numpy call
+per column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from fp8watch import columns
 from fp8watch.controller import merge
-from fp8watch.controller.cluster.node_frames import OF_RANKS, OWN, PRECISION_CHECKSUM, SCALE_CHECKSUM, SUMS
+from fp8watch.controller.cluster.node_frames import (
+    OF_RANKS,
+    OWN,
+    PRECISION_CHECKSUM,
+    SCALE_CHECKSUM,
+    nearest_to_clipping,
+    reduced,
+)
 from fp8watch.controller.merge import Merger
 from fp8watch.detect.base import Sample
 from fp8watch.errors import WireError
@@ -30,7 +37,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """One order of tensors, shared by all nodes that announced it."""
+    """An order of tensors, shared by all nodes that announced it."""
 
     digest: bytes
     columns: list[TensorColumn]
@@ -43,28 +50,37 @@ class _RankScalars:
 
 
 class NodeMerger(Merger):
-    """Collects the frames of nodes; a step is complete when all expected ranks are through with it."""
+    """Collects node frames; a step is complete when all expected ranks have passed it."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         super().__init__(num_ranks)
         self._nodes: dict[int, dict[str, NodeFrame]] = {}
         self._is_any_ahead = False
-        """A rank said hello with more updates than have been judged: its frames of the steps between do not come."""
+        """Whether a rank joined at a step beyond the newest merged one: its frames of the steps between never come."""
         self._orders: dict[tuple[int, int], _Order] = {}
         self._tensors: tuple[TensorColumn, ...] = ()
         self._index: dict[str, int] = {}
         self._spots: dict[bytes, npt.NDArray[np.intp] | None] = {}
 
     def layout(self, layout: Layout) -> None:
-        """Announce a node's order of columns."""
+        """Learn a node's order of columns."""
         digest = hashlib.blake2b(msgspec.msgpack.encode(layout.columns), digest_size=16).digest()
         shared = next((order for order in self._orders.values() if order.digest == digest), None)
         self._orders[layout.rank, layout.layout_id] = shared or _Order(digest, layout.columns)
         if shared is None:
             self._number()
 
+    def knows(self, layout: Layout) -> bool:
+        """Whether this order of columns is known, with these columns."""
+        order = self._orders.get((layout.rank, layout.layout_id))
+        return order is not None and order.columns == layout.columns
+
+    def can_read(self, frame: NodeFrame) -> bool:
+        """Whether the order of this frame's columns is known."""
+        return not frame.columns or (frame.rank, frame.layout_id) in self._orders
+
     def restart(self, step: int) -> None:
-        """A new attempt: frames after `step` are new again."""
+        """Begin a new attempt: frames after `step` are expected again."""
         super().restart(step)
         self._is_any_ahead = False
         self._nodes.clear()
@@ -72,9 +88,9 @@ class NodeMerger(Merger):
         self._number()
 
     def node(self, frame: NodeFrame) -> list[Sample]:
-        """Take a node's frame in; the samples that are complete now, in order of their steps."""
+        """Take a node's frame. Returns the samples that are complete now, in step order."""
         step = frame.step
-        # An agent that was restarted in the middle of a step gives the rest of it under the same name.
+        # An agent that was restarted in the middle of a step sends the other ranks in a second frame of the same node.
         new = [rank for rank in frame.ranks if rank not in self._waiting.get(step, {})]
         if not new:
             self.duplicates += 1
@@ -97,21 +113,21 @@ class NodeMerger(Merger):
 
     @property
     def closed(self) -> int:
-        """Newest step that was given out; frames up to it are done with."""
+        """Newest merged step; frames up to it are no longer needed."""
         return self._closed
 
     def join(self, rank: int, step: int, tensor_group: Sequence[int] = ()) -> None:
-        """A rank of this attempt is there (again); its first frame is of the step after `step`."""
+        """A rank of this attempt is present (again); its first frame is that of the step after `step`."""
         super().join(rank, step, tensor_group)
         self._is_any_ahead |= step > self._closed
 
     def _complete(self) -> list[Sample]:
-        # Usually whoever is through with the oldest step has its frame here, and nobody is ahead: counting a thousand
-        # ranks for each of their frames would be most of the work.
+        # Fast path for the usual case, in which every rank that has passed the oldest step has sent its frame of it:
+        # checking a thousand ranks one by one for every frame would be most of the work.
         ready = []
         while self._waiting:
             step = min(self._waiting)
-            if len(self._waiting[step]) >= self.num_ranks - len(self._gone):
+            if len(self._waiting[step]) >= self._num_expected():
                 ready.append(self._close(step))
             elif self._is_any_ahead or max(self._waiting) > step:
                 return ready + super()._complete()
@@ -126,7 +142,7 @@ class NodeMerger(Merger):
         return self._merge(frames)
 
     def _number(self) -> None:
-        """Number all tensors anew, in the order in which they became known."""
+        """Number all tensors again, in the order in which they became known."""
         tensors = {column.name: column for order in self._orders.values() for column in order.columns}
         self._tensors = tuple(tensors.values())
         self._index = {name: position for position, name in enumerate(tensors)}
@@ -160,7 +176,7 @@ class NodeMerger(Merger):
             if name in OWN or name == "scale":
                 continue
             valid[name] = np.logical_or.reduce(masks)
-            values[name] = _reduced(name, rows, masks, valid[name])
+            values[name] = reduced(name, rows, masks)
         if "amax" in held:
             extremes["amax"] = _rank_of_largest(held)
         if "scale" in held:
@@ -169,11 +185,7 @@ class NodeMerger(Merger):
             if "amax" in held:
                 of_node = dict(zip((node.node for node in held["amax"][2]), held["amax"][0], strict=True))
                 amax = np.stack([of_node.get(node.node, np.ones(rows.shape[1], rows.dtype)) for node in nodes])
-            with np.errstate(all="ignore"):
-                product = amax * rows
-                product = np.where(np.isfinite(product), product, np.inf)
-            nearest = np.where(masks, product, -np.inf).argmax(axis=0)
-            values["scale"] = rows[nearest, np.arange(rows.shape[1])]
+            values["scale"] = nearest_to_clipping(rows, amax, masks)
             valid["scale"] = np.logical_or.reduce(masks)
         return Sample(
             attempt=frames[0].attempt,
@@ -214,26 +226,16 @@ class NodeMerger(Merger):
 
 
 def _agreeing(single: list[_RankScalars], found: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
-    """As `fp8watch.controller.merge` has it of single ranks."""
+    """Checksum -> rank -> value, as `merge._agreeing` returns it for rank frames."""
     if len(single) == 1:
         return {}
     parameters = {item.rank: item.scalars["param_checksum"] for item in single if "param_checksum" in item.scalars}
     return merge.checksums(parameters, found[SCALE_CHECKSUM], found[PRECISION_CHECKSUM])
 
 
-def _reduced(name: str, rows: Array, masks: Mask, seen: Mask) -> Array:
-    if name in SUMS:
-        return np.asarray(np.where(masks, rows, 0).sum(axis=0, dtype=rows.dtype))
-    if name == "snr":
-        return np.where(seen, np.where(masks, rows, np.inf).min(axis=0), 0).astype(rows.dtype)
-    lowest = np.asarray(-np.inf if rows.dtype.kind == "f" else 0, dtype=rows.dtype)
-    picked = rows.max(axis=0) if masks.all() else np.where(masks, rows, lowest).max(axis=0)
-    return np.where(seen, picked, np.zeros((), rows.dtype))
-
-
 def _rank_of_largest(held: dict[str, tuple[Array, Mask, list[NodeFrame]]]) -> int:
-    """The rank that holds the largest amax of all tensors; NaN is larger than any."""
-    rows, masks, nodes = held["amax"]
+    """The rank with the largest amax of all tensors; NaN counts as the largest."""
+    rows, masks, nodes = held.get("amax_local", held["amax"])
     spot = int(np.where(masks, np.where(np.isnan(rows), np.inf, rows), -np.inf).argmax())
     node, tensor = nodes[spot // rows.shape[1]], spot % rows.shape[1]
     if "amax_rank" in held:
@@ -244,5 +246,5 @@ def _rank_of_largest(held: dict[str, tuple[Array, Mask, list[NodeFrame]]]) -> in
     return int(node.rank)
 
 
-_MARK = StepFrame(run="", attempt=0, rank=0, step=0, layout_id=0, time_unix=0.0, scalars={})
-"""Stands for a rank whose node's frame is here."""
+_MARK = StepFrame(run="-", attempt=0, rank=0, step=0, layout_id=0, time_unix=0.0, scalars={})
+"""Placeholder for a rank whose node frame has arrived."""

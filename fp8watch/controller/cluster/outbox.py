@@ -1,9 +1,9 @@
-"""What the active controller writes, in one step a batch: records, commands, what it has read, what it remembers.
+"""What the active controller writes: each commit has records, commands, acknowledgements and the controller's memory.
 
-The whole commit is one script on the run's slot. It is refused when another controller has claimed the run under a
-newer term, and done once however often it is sent: so a command is in the decision log exactly when it is on its way,
-and a message of an agent is taken off the list exactly when its effect is kept. `Outbox.command` is the one place
-where a command leaves the controller.
+A commit is one script on the run's slot. It is refused if another controller has claimed the run under a newer term,
+and it is executed only once, however often it is sent. So a command is in the decision log exactly if it was sent, and
+an agent's message is acknowledged exactly if its effect is stored. `Outbox.command` is the only place where a command
+leaves the controller.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from fp8watch import wire
 from fp8watch.controller.cluster.redis_keys import ACTIVE, GROUP, RUNS, RunKeys
 from fp8watch.controller.cluster.redis_link import RedisError
-from fp8watch.controller.identity import key_of, step_of
-from fp8watch.controller.stores.base import Approval, R
+from fp8watch.controller.identity import key_of
+from fp8watch.controller.stores.base import Approval, R, is_within
 from fp8watch.controller.stores.redis import RedisStore, Write
 from fp8watch.records import Command, LedgerUpdate, Reply, RunRecord, StepFrame, Stored
 
 COMMANDS_KEPT = 10_000
-"""Commands and ledger updates of a run that stay readable for an agent that was away."""
+"""Number of commands and ledger updates of a run that stay readable for an agent that was disconnected."""
 ENDED_SECONDS = 7 * 86_400
-"""How long a run that has ended can be taken up with the controller's memory of it."""
+"""How long an ended run can be continued with the controller's memory."""
 ACK_CHUNK = 512
-"""Arguments of one command inside the script, well under Lua's limit of some 8,000."""
+"""Most entries acknowledged by one command inside the script, well under Lua's limit of some 8,000 arguments."""
 
 _COMMIT = """
 local held = redis.call('HMGET', KEYS[1], 'term', 'number')
@@ -57,13 +57,13 @@ return {term, number, -1}
 
 
 class Fenced(Exception):
-    """Another controller has claimed the run: this one is not the active one any more."""
+    """Another controller has claimed the run: this one is no longer active."""
 
 
 class Interrupted(BaseException):
-    """Redis went away while a message was being dealt with: it is to be dealt with again.
+    """Redis stopped answering while a message was being processed: it has to be processed again.
 
-    Not an `Exception`: a run must not begin as an unknown one because its store could not be read.
+    Not an `Exception`, so that no handler turns it into "the run is unknown" and starts the run afresh.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -79,7 +79,7 @@ class _Sealed:
 
 
 class Outbox:
-    """A `Store` whose writes wait for `commit`. Reads go to Redis, but for frames: those are the agents'."""
+    """A `Store` whose writes wait for `commit`. Reads go to Redis. It has no frames: the agents write those."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
@@ -88,45 +88,45 @@ class Outbox:
         self._replies: dict[str, list[Reply]] = defaultdict(list)
         self._numbers: dict[str, int] = {}
         self._sealed: dict[str, _Sealed] = {}
-        """Commits that were sent and not answered: they are sent again as they were."""
+        """Run -> a commit that was sent but not answered: it is sent again unchanged."""
         self.term = 0
-        """Of the lease."""
+        """Term of the lease."""
         self.sent = 0
 
     # What goes out
 
     def command(self, run: str, replies: Iterable[Reply]) -> None:
-        """Commands and ledger updates for a run's ranks, written with the next commit: not before."""
+        """Send commands and ledger updates to a run's ranks, with the next commit and not before."""
         self._replies[run] += [reply for reply in replies if isinstance(reply, Command | LedgerUpdate)]
 
     def is_waiting(self, run: str) -> bool:
-        """Whether anything is to be written that must not wait."""
+        """Whether there is anything to write besides memory and acknowledgements."""
         return bool(self._records.get(run) or self._replies.get(run) or run in self._sealed)
 
     def is_weighty(self, run: str) -> bool:
-        """Whether what waits would be written again if the entries behind it were dealt with again: then the memory
-        and the entries have to be in the same commit. A run's record may come twice."""
+        """Whether processing the same entries again would write anything twice. Then memory and acknowledgements must
+        be in the same commit. (A `RunRecord` may be written twice.)"""
         return bool(self._replies.get(run)) or any(not isinstance(r, RunRecord) for r in self._records.get(run, ()))
 
     def claim(self, run: str) -> bool:
-        """Let nobody of an older term write from now on; False: Redis knew nothing of the run.
+        """Bar older terms from writing from now on. Returns False if Redis knew nothing of the run.
 
         Raises `Fenced` or `redis.RedisError`.
         """
         term, number, own = map(int, self._call(_CLAIM, RunKeys(run), [self.term]))
         sealed = self._sealed.get(run)
         if sealed is not None and (term, number) >= (sealed.term, sealed.number):
-            del self._sealed[run]  # it had arrived, only the answer had not
-        # A run that has ended and goes on under the same term: what was written before is not to be taken for this.
+            del self._sealed[run]  # the commit had arrived, only its answer had not
+        # A run that ended may continue under the same term: keep counting, or new commits would look like repeats.
         is_own = sealed is not None and sealed.term == self.term
         self._numbers[run] = max(own, sealed.number) if is_own and sealed is not None else own
         return term >= 0
 
     def commit(self, run: str, *, memory: dict[str, bytes], done: list[str]) -> bool:
-        """Write everything that waits for a run, with what is remembered and the entries that are done with.
+        """Write everything that waits for a run, together with its memory, and acknowledge the `done` entries.
 
-        False: Redis had lost what it knew of the run. Raises `Fenced` or `redis.RedisError`; after the latter
-        call it again, with the same or more.
+        Returns False if Redis had lost the data of the run. Raises `Fenced` or `redis.RedisError`; after the latter
+        call it again with at least the same entries.
         """
         is_kept = True
         if run in self._sealed:
@@ -148,7 +148,7 @@ class Outbox:
         return self._send(run, writes) and is_kept
 
     def _send(self, run: str, writes: list[Write]) -> bool:
-        """One commit. It stays sealed until its answer is here: what was decided is not decided anew."""
+        """Send one commit. It stays sealed until it is answered, so that decisions are not made again."""
         sealed = self._sealed.get(run)
         if sealed is None or sealed.term != self.term:
             self._numbers[run] = self._numbers.get(run, -1) + 1
@@ -159,16 +159,21 @@ class Outbox:
         self.sent += sum(write[0] == "XADD" for write in writes)
         return bool(answer != b"lost")
 
+    def drop(self, run: str) -> None:
+        """Discard everything unwritten of one run."""
+        for kept in (self._records, self._replies, self._sealed):
+            kept.pop(run, None)
+
     def drop_all(self) -> None:
-        """Not the active one any more: nothing of this may be written."""
+        """Discard everything unwritten: this controller is no longer active."""
         self._records.clear()
         self._replies.clear()
         self._sealed.clear()
         self._numbers.clear()
 
     def over(self, run: str) -> None:
-        """A run has ended: it is not among the active ones until an agent says so, and what only serves to go on with
-        it does not stay for ever."""
+        """A run has ended: remove it from the active runs (an agent may add it again) and let the keys that are needed
+        only to continue it expire."""
         keys = RunKeys(run)
         self._redis.srem(ACTIVE, run)
         self._redis.expire(keys.frames, int(self._store.keep_seconds))
@@ -176,7 +181,7 @@ class Outbox:
             self._redis.expire(key, ENDED_SECONDS)
 
     def revive(self, run: str) -> None:
-        """A run goes on, perhaps one that had ended or that Redis had lost."""
+        """A run continues, perhaps one that had ended or that Redis had lost: undo `over`."""
         keys = RunKeys(run)
         self._redis.sadd(RUNS, run)
         for key in (keys.frames, keys.state, keys.ranks, keys.fence, keys.commands):
@@ -193,7 +198,7 @@ class Outbox:
     # The store, as the controller of runs uses it
 
     def runs(self) -> list[RunRecord]:
-        """As the store, with what waits to be written. Raises `Interrupted`."""
+        """As the store's, including records that wait to be written. Raises `Interrupted`."""
         try:
             known = {record.run: record for record in self._store.runs()}
         except (RedisError, OSError) as error:
@@ -205,12 +210,12 @@ class Outbox:
         return sorted(known.values(), key=lambda record: record.started_unix)
 
     def append(self, run: str, records: Iterable[Stored]) -> None:
-        """Keep for the next commit."""
+        """Keep records, except frames, for the next commit."""
         self._records[run] += [record for record in records if not isinstance(record, StepFrame)]
 
     def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
-        """As the store, with what waits to be written: a run that is taken up anew must not miss what was found in the
-        same round. No frames. Raises `Interrupted`."""
+        """As the store's, including records that wait to be written: a run that is taken up again must not miss what
+        was found in the same round. No frames. Raises `Interrupted`."""
         if kind is StepFrame:
             return iter(())
         try:
@@ -219,10 +224,7 @@ class Outbox:
             raise Interrupted(error) from error
         spots = {key: spot for spot, record in enumerate(found) if (key := key_of(record)) is not None}
         for record in self._records.get(run, ()):
-            step = step_of(record)
-            if not isinstance(record, kind) or not (
-                step is None or first_step <= step <= (step if last_step is None else last_step)
-            ):
+            if not isinstance(record, kind) or not is_within(record, first_step, last_step):
                 continue
             key = key_of(record)
             if key in spots:
@@ -234,16 +236,16 @@ class Outbox:
         return iter(found)
 
     def approve(self, approval: Approval) -> None:
-        """As the store."""
+        """As the store's."""
         self._store.approve(approval)
 
     def approvals(self, run: str) -> list[Approval]:
-        """As the store."""
+        """As the store's."""
         return self._store.approvals(run)
 
     def prune(self, run: str) -> int:
-        """Nothing: the agents trim what they send, by a clock that nobody can set (`fp8watch_agent.trim`)."""
+        """Does nothing: the agents trim their own frames, by a clock that nobody can set (`fp8watch_agent.trim`)."""
         return 0
 
     def close(self) -> None:
-        """Nothing: the store belongs to the caller."""
+        """Does nothing: the caller owns the store."""

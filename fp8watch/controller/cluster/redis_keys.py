@@ -1,63 +1,71 @@
-"""Names of all keys in Redis, so that an ACL can be written from one list.
+"""The names of all Redis keys, so that an ACL can be written from one list.
 
-What belongs to a run carries `{run}` as its hash tag: all of it lies in one slot of a Redis Cluster and can be
-changed in one step.
+Keys of a run have `{run}` as their hash tag, so that all of them are in one slot of a Redis Cluster and can be changed
+atomically.
 """
 
 from __future__ import annotations
 
 PREFIX = "fp8watch"
 LEASE = f"{PREFIX}:{{lease}}:holder"
-"""Who the active controller is; expires with the lease."""
+"""`term:holder` of the active controller; expires with the lease."""
 TERM = f"{PREFIX}:{{lease}}:term"
-"""Highest lease term given out."""
+"""The newest lease term."""
 RUNS = f"{PREFIX}:runs"
-"""Set of all runs' names."""
+"""Set of the names of all runs."""
 ACTIVE = f"{PREFIX}:active"
-"""Set of runs that an agent has ranks of."""
+"""Set of the runs of which an agent has ranks."""
 NODES = f"{PREFIX}:nodes"
-"""Hash: node -> what its agent last said of itself (JSON)."""
+"""Hash: node -> the latest status of its agent (JSON)."""
+CONTROLLERS = f"{PREFIX}:controllers"
+"""Hash: name of a controller -> its latest status (JSON)."""
 DISARM = f"{PREFIX}:disarm"
-"""Exists: nothing may act, in any run."""
+"""If it exists, no action may be taken in any run."""
 GROUP = "controller"
-"""Name of the consumer group on every run's frames."""
+"""Name of the consumer group on every run's `frames` stream."""
 
 
 class RunKeys:
-    """Keys of one run."""
+    """The keys of one run."""
 
     def __init__(self, run: str) -> None:
-        # A brace would begin or end another hash tag.
-        tag = run.replace("{", "(").replace("}", ")")
+        # A brace would end the hash tag, and an empty one is none. Two names never give the same keys.
+        tag = run.replace("%", "%25").replace("{", "%7B").replace("}", "%7D") or "%"
         base = f"{PREFIX}:{{{tag}}}"
         self.frames = f"{base}:frames"
-        """Stream: what agents send, in order."""
+        """Stream: messages of the agents."""
         self.commands = f"{base}:commands"
-        """Stream: what the controller sends, in order."""
+        """Stream: messages of the controller."""
         self.run = f"{base}:run"
-        """The run's record."""
+        """The `RunRecord`."""
         self.order = f"{base}:order"
         """Counter: the order in which records were first written."""
         self.approvals = f"{base}:approvals"
-        """Hash: action id -> newest verdict."""
+        """Hash: action id -> the newest verdict."""
         self.fence = f"{base}:fence"
-        """Hash: term of the controller that may write, number of its last commit."""
+        """Hash: term of the controller that may write, number of its last commit, and the same of the one before."""
         self.state = f"{base}:state"
-        """The controller's memory of the run (`fp8watch.controller.pilot_state`)."""
+        """Hash: the controller's memory of the run (`cluster.program.MEMORY_PARTS`)."""
         self.ranks = f"{base}:ranks"
-        """Hash: rank -> newest hello."""
+        """Hash: `rank@node` -> the newest hello of this rank from this node; `layout@node` -> the node's layout."""
         self.disarm = f"{base}:disarm"
-        """Exists: nothing may act in this run."""
+        """If it exists, no action may be taken in this run."""
+        self.to_go_on = (self.frames, self.state, self.ranks, self.fence, self.commands)
+        """What is needed only to go on with the run, and expires with its end."""
         self._base = base
 
     def kind(self, kind: str) -> str:
-        """Hash of the records of one kind, by key."""
+        """Hash: key -> record, for one kind of record."""
         return f"{self._base}:{kind}"
 
     def kind_order(self, kind: str) -> str:
-        """Sorted set of the same keys in the order of first writing."""
+        """Sorted set: the same keys in the order of first writing."""
         return f"{self._base}:{kind}:order"
 
     def presence(self, node: str) -> str:
-        """Exists while the node's agent has ranks of the run."""
+        """Exists as long as the node's agent has ranks of the run."""
         return f"{self._base}:node:{node}"
+
+    def contested(self, node: str) -> str:
+        """Exists while the controller refuses what the node says of the run (`cluster.contest.Contest`)."""
+        return f"{self._base}:contested:{node}"

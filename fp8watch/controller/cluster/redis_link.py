@@ -1,4 +1,4 @@
-"""A connection to Redis in each of its four forms, with every timeout and retry stated.
+"""A connection to Redis in any of its deployment forms, with every timeout and retry set explicitly.
 
     redis://[user:password@]host:port/db      rediss://... (TLS)      unix:///path/redis.sock
     redis+sentinel://[user:password@]host:port,host:port/service/db   (rediss+sentinel:// with TLS)
@@ -7,9 +7,9 @@
 Query parameters are those of `redis.from_url` (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`); for Sentinel also
 `sentinel_username` and `sentinel_password`.
 
-redis-py's own defaults change between versions (8.0: a read ends after 5 s and is tried eleven times), so none is
-relied on: a call ends after `CALL_SECONDS`, is tried once more after a broken connection, and a blocking read asks
-for less than that.
+redis-py's defaults change between versions (8.0: a read times out after 5 s and is tried eleven times), so none is
+relied on: a call times out after `CALL_SECONDS` and is retried once after a broken connection, and a blocking read
+blocks for less than that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except ImportError as error:
     raise MissingDependency("redis", "controller") from error
 
 CALL_SECONDS = 4.0
-"""Longest wait for an answer. A server that is frozen is noticed after it."""
+"""Longest wait for an answer; after it a server counts as frozen."""
 CONNECT_SECONDS = 2.0
 BLOCK_MS = 1000
 """Longest blocking read: well under `CALL_SECONDS`."""
@@ -43,14 +43,14 @@ _SCHEMES = (*_PLAIN, "redis+sentinel", "rediss+sentinel", "redis+cluster", "redi
 
 @dataclass(frozen=True, slots=True)
 class RedisLink:
-    """A client, what kind of deployment it speaks to, and the address to show (without secrets)."""
+    """A client, the kind of deployment it is connected to, and the address to show (without secrets)."""
 
     client: Any
     is_cluster: bool
     shown: str
 
     def reset(self) -> None:
-        """Drop all connections, so that the next call asks anew who the master is."""
+        """Drop all connections, so that the next call looks up the master again."""
         with contextlib.suppress(Exception):
             if self.is_cluster:
                 self.client.disconnect_connection_pools()
@@ -58,19 +58,19 @@ class RedisLink:
                 self.client.connection_pool.disconnect()
 
     def close(self) -> None:
-        """Let go."""
+        """Close the client."""
         with contextlib.suppress(Exception):
             self.client.close()
 
 
 def connect(url: str, *, name: str = "fp8watch", call_seconds: float = CALL_SECONDS, retries: int = 1) -> RedisLink:
-    """A client for `url`; connects at the first call. `retries`: after a broken connection or no answer.
+    """A client for `url`, which connects at the first call. `retries`: after a broken connection or a timeout.
 
-    Raises `BadInput` for an address that is none of the forms, `RedisError` when no node of a cluster answers.
+    Raises `BadInput` for an address of no known form, `RedisError` if no node of a cluster answers.
     """
     try:
         parts = urlsplit(url)
-    except ValueError as error:  # not shown: there may be a password in it
+    except ValueError as error:  # the address is not shown: it may contain a password
         raise BadInput([f"redis url:1: {error}"]) from error
     if parts.scheme not in _SCHEMES:
         raise BadInput([f"redis url:1: {parts.scheme or url!r}: not one of {', '.join(s + '://' for s in _SCHEMES)}"])
@@ -92,7 +92,7 @@ def connect(url: str, *, name: str = "fp8watch", call_seconds: float = CALL_SECO
             client = redis.RedisCluster.from_url(plain, **options)
     except (ValueError, TypeError) as error:
         raise BadInput([f"redis url:1: {shown(url)}: {error}"]) from error
-    except redis.exceptions.RedisClusterException as error:  # the one that is no `RedisError`: no node answers
+    except redis.exceptions.RedisClusterException as error:  # no node answers; the only one that is no `RedisError`
         raise redis.ConnectionError(str(error)) from error
     return RedisLink(client=client, is_cluster=parts.scheme.endswith("+cluster"), shown=shown(url))
 
@@ -132,7 +132,7 @@ def _sentinel(url: str, options: dict[str, Any]) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """A label for what went wrong: read_only, out_of_memory, timeout, loading, denied, away, other."""
+    """A label for the error: read_only, out_of_memory, loading, timeout, denied, disk_full, away, other."""
     text = str(error)
     if isinstance(error, redis.exceptions.ReadOnlyError) or "READONLY" in text:
         return "read_only"
@@ -149,8 +149,13 @@ def reason_of(error: Exception) -> str:
     return "away" if isinstance(error, redis.ConnectionError | OSError) else "other"
 
 
+def is_about_a_key(error: Exception) -> bool:
+    """Whether the server refuses a command for what one of its keys holds: nothing is wrong with the server."""
+    return isinstance(error, ResponseError) and str(error).startswith(("WRONGTYPE", "ERR value is not an integer"))
+
+
 def words_of(error: Exception) -> str:
-    """What a person is told of it: redis-py names a sentinel by all options of its client, 900 characters each."""
+    """The error as shown to a user: redis-py prints each sentinel with all options of its client, 900 characters."""
     return re.sub(
         r"<redis\.client\.Redis\(.*?\bhost=([^,]+),port=(\d+).*?\)>\)>\)>", r"\1:\2", str(error), flags=re.DOTALL
     )

@@ -1,28 +1,44 @@
-"""The controller of many runs of a cluster: `RunController` fed with nodes' frames, and with a memory to hand over."""
+"""The controller of a cluster's runs: a `RunController` that takes node frames and can hand its memory over."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import defaultdict
+
+import msgspec
 
 from fp8watch import __version__, wire
-from fp8watch.controller.cluster import memory
+from fp8watch.controller.cluster import holders, memory
 from fp8watch.controller.cluster.node_merge import NodeMerger
 from fp8watch.controller.inbox import Inbox
 from fp8watch.controller.run import RunPilot
 from fp8watch.controller.service import RunController
 from fp8watch.errors import WireError
-from fp8watch.records import Hello, Layout, NodeFrame, RankLost, Reply, RunRecord, StepFrame, Stored, Uplink
+from fp8watch.records import (
+    Command,
+    Hello,
+    Layout,
+    LedgerUpdate,
+    NodeFrame,
+    RankLost,
+    Reply,
+    RunRecord,
+    StepFrame,
+    Stored,
+    Uplink,
+)
 
 logger = logging.getLogger(__name__)
 LEFT_OUT = frozenset({"_orders", "_index", "_spots", "_nodes", "_tensors", "_modules"})
-"""Not part of the memory: layouts are in the store already, and frames of open steps are still in Redis, unfinished."""
+"""Attributes not in the memory: layouts are in the store, and frames of open steps are still pending in Redis."""
 
 
 class ClusterPilot(RunPilot):
-    """Decides for one run whose frames come node by node."""
+    """Decides for one run whose frames arrive node by node."""
 
-    saves_detectors = False  # a standby has the whole pilot's memory
+    saves_detectors = False  # a standby gets the memory of the whole pilot
+    is_puzzled = False
+    """A frame came that fits no hello or no layout known here: the ranks may have said what never arrived."""
 
     _merger: NodeMerger
 
@@ -32,45 +48,60 @@ class ClusterPilot(RunPilot):
         self._merger.restart(hello.step)
 
     def node(self, frame: NodeFrame) -> None:
-        """A node's step."""
+        """Take a node's frame of one step."""
         if frame.attempt != self.attempt:
             self._unseen["superseded" if frame.attempt < self.attempt else "unannounced"] += len(frame.ranks)
+            self.is_puzzled = True
             return
+        self.is_puzzled |= frame.step <= self._merger.closed or not self._merger.can_read(frame)
         for sample in self._merger.node(frame):
             self._observe(sample)
 
     @property
     def closed(self) -> tuple[int, int]:
-        """Attempt and step up to which frames are done with."""
+        """Attempt and step up to which all frames have been processed."""
         return self.attempt, self._merger.closed
 
+    def knows(self, layout: Layout) -> bool:
+        """Whether the order of columns is known, or is none of this attempt."""
+        return layout.attempt != self.attempt or self._merger.knows(layout)
+
     def known_records(self) -> list[Stored]:
-        """Checkpoints, open findings and actions."""
+        """Records of checkpoints, open findings and actions."""
         return [*self._ledger.records(), *self._evidence.values(), *self._log.records()]
 
     def begin_term(self, term: int) -> None:
-        """Another controller takes over: number under a term that no rank has seen. What is on its way stays so."""
+        """Number commands under a term that no rank has seen, as this controller takes over. Commands already sent
+        stay in progress."""
         self._desk.learn_term(max(term, self._desk.term + 1) - 1)
 
     def know_layouts(self, layouts: list[Layout]) -> None:
-        """What the store holds of the present attempt."""
+        """Learn the stored layouts of the current attempt."""
         for layout in layouts:
             self.layout(layout)
         self.records.clear()
 
     def forget_open_steps(self) -> None:
-        """The frames of steps that are not complete will be handed in again."""
+        """Forget the frames of incomplete steps: they will be read again."""
         self._merger.hand_back()
 
 
 class ClusterController(RunController):
-    """`least_term` is that of the lease: commands never carry a smaller one."""
+    """`least_term` is the term of the lease: commands never carry a smaller one."""
 
     _pilot_class = ClusterPilot
     least_term = 1
 
     _entry = ""
-    """Of the run's stream: the one that is dealt with."""
+    """Id of the stream entry being processed."""
+    _node = ""
+    """The node that it came from."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.nodes: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        """Run -> rank -> the node that holds it, or held it last."""
+        self._failures: dict[str, Exception] = {}
 
     @property
     def _lease_term(self) -> int:
@@ -78,17 +109,30 @@ class ClusterController(RunController):
 
     def _new_inbox(self, name: str) -> Inbox:
         inbox = super()._new_inbox(name)
-        inbox.passed(self._entry)
+        inbox.passed(self._entry, self._node)
         return inbox
 
-    def take(self, message: Uplink, entry_id: str = "") -> list[Reply]:
-        """An agent's message, and the entry of the run's stream that it came as."""
-        self._entry = entry_id
-        known = self._runs.get(message.run)
-        if known is not None:
-            known.inbox.passed(entry_id)
+    def refusal(self, message: Uplink, node: str) -> holders.Refusal:
+        """Why this node may not say this of a run; empty: it may."""
+        pilot = self.pilot(message.run)
+        return holders.refusal(message, node, pilot.ranks, self.nodes[message.run]) if pilot is not None else ""
+
+    def hold(self, hello: Hello, node: str) -> None:
+        """A rank is on this node from now on."""
+        known = self._runs.get(hello.run)
+        if known is not None and holders.is_other_owner(known.record.hello, hello):
+            self.nodes[hello.run].clear()  # another user's run of that name, which is over
+        self.nodes[hello.run][hello.rank] = node
+
+    def take(self, message: Uplink, entry_id: str = "", node: str = "") -> list[Reply]:
+        """Take an agent's message, which came from this node as this entry of the run's stream."""
+        self._entry, self._node = entry_id, node
+        run = self._runs.get(message.run)
+        if run is not None:
+            run.inbox.passed(entry_id, node)
+        if isinstance(message, Hello) and node:
+            self.hold(message, node)
         if isinstance(message, NodeFrame):
-            run = self._runs.get(message.run)
             if run is None:
                 self.ignored["no hello"] += 1
                 return []
@@ -99,20 +143,38 @@ class ClusterController(RunController):
         if isinstance(message, RankLost):
             return self.lost(message.run, message.rank)
         if isinstance(message, StepFrame):
-            # No agent sends ranks' frames as they are, and a step of which only such are here could not be merged.
+            # Agents send node frames only, and a step for which only rank frames were here could not be merged.
             self.ignored["frame of a rank"] += 1
             return []
         return self.receive(message)
 
     def pilot(self, name: str) -> ClusterPilot | None:
-        """A run's pilot."""
+        """The pilot of a run; None if the run is unknown."""
         run = self._runs.get(name)
         pilot = run.pilot if run is not None else None
         assert pilot is None or isinstance(pilot, ClusterPilot)
         return pilot
 
+    def by_node(self, name: str) -> dict[str, list[int]]:
+        """The ranks of a run that are there, by the node that holds them."""
+        found: dict[str, list[int]] = {}
+        for rank in pilot.ranks if (pilot := self.pilot(name)) is not None else ():
+            if (node := self.nodes[name].get(rank)) is not None:
+                found.setdefault(node, []).append(rank)
+        return found
+
+    def is_puzzled(self, name: str) -> bool:
+        """Whether frames came that cannot be judged by what is known here."""
+        pilot = self.pilot(name)
+        return pilot is None or pilot.is_puzzled
+
+    def explained(self, name: str) -> None:
+        """What could be found out about those frames is known now."""
+        if (pilot := self.pilot(name)) is not None:
+            pilot.is_puzzled = False
+
     def memory(self, name: str) -> bytes | None:
-        """Everything known of a run, for a successor; None: the run is not known."""
+        """Everything known about a run, for a successor; None if the run is unknown."""
         run = self._runs.get(name)
         if run is None:
             return None
@@ -120,7 +182,7 @@ class ClusterController(RunController):
         return memory.encode({"record": wire.pack(run.record), "run": state}, __version__)
 
     def adopt(self, name: str, data: bytes, layouts: list[Layout]) -> None:
-        """Go on with a run where another controller stopped. Raises `ValueError` for a memory that does not fit."""
+        """Continue a run where another controller stopped. Raises `ValueError` for a memory that does not fit."""
         found = memory.decode(data, __version__)
         try:
             record = wire.unpack_stored(found["record"])
@@ -139,7 +201,7 @@ class ClusterController(RunController):
         self._runs[name] = run
 
     def know_layouts(self, name: str, layouts: list[Layout]) -> None:
-        """What the store holds of a run that was met without a memory of it."""
+        """Learn the stored layouts of a run that was taken over without a memory."""
         run = self._runs.get(name)
         if run is None:
             return
@@ -148,7 +210,7 @@ class ClusterController(RunController):
         run.inbox.layouts()
 
     def everything(self, name: str) -> list[Stored]:
-        """Records of a run that are known here: what can be written again after Redis lost its data."""
+        """All records of a run known here: they are written again after Redis has lost its data."""
         run = self._runs.get(name)
         if run is None:
             return []
@@ -156,22 +218,35 @@ class ClusterController(RunController):
         return [run.record, *run.pilot.known_records()]
 
     def drop_all(self) -> None:
-        """Another controller decides now: forget."""
+        """Forget all runs: another controller decides now."""
         for name in self.names():
             self.forget(name)
 
     def forget(self, name: str) -> None:
-        """A run is over and nobody of it is left."""
+        """Forget a run that is over and has no ranks left."""
         self._runs.pop(name, None)
+        self.nodes.pop(name, None)
         self.open_findings.forget(name)
 
     def names(self) -> list[str]:
-        """Runs that are known."""
+        """Names of the known runs."""
         return list(self._runs)
-
-    def failures(self) -> Counter[str]:
-        """Detectors that failed, over all runs."""
-        return Counter({name: run.pilot.detector_errors for name, run in self._runs.items()})
 
     def _first_term(self, hello: Hello) -> int:
         return max(self.least_term, hello.journal_term + 1)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._failures[name] = error
+
+    def taken_failures(self) -> list[tuple[str, Exception]]:
+        """Runs for which regular work has failed since the last call, and how."""
+        failures, self._failures = self._failures, {}
+        return list(failures.items())
+
+    def _signed(self, reply: Reply) -> Reply:
+        if isinstance(reply, Command | LedgerUpdate):
+            pilot = self.pilot(reply.run)
+            held = self.nodes[reply.run]
+            nodes = sorted({held[rank] for rank in (pilot.ranks if pilot is not None else ()) if rank in held})
+            reply = msgspec.structs.replace(reply, nodes=nodes)
+        return super()._signed(reply)

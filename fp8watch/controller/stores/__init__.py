@@ -1,1 +1,1 @@
-"""Where runs are kept: one seam of few methods, several engines behind it."""
+"""Where runs are stored: one small interface (`base.Store`) with several engines behind it."""

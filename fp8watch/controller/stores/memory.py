@@ -1,20 +1,20 @@
-"""A store in memory, for replay, backtests and tests: the same contract as on disk, and frames only if wanted."""
+"""A store in memory, for replay, backtests and tests: the same contract as on disk; keeping frames is optional."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from fp8watch.controller.identity import KINDS, key_of, step_of
-from fp8watch.controller.stores.base import Approval, R
+from fp8watch.controller.identity import KINDS, key_of
+from fp8watch.controller.stores.base import Approval, R, is_within
 from fp8watch.records import DetectorState, RunRecord, StepFrame, Stored
 
 MAX_FRAMES = 4096
-"""Frames of a run that are held at most where they are not wanted but for a restart: 64 steps of 64 ranks."""
+"""Most frames of a run that are held when they are kept only for a restart: 64 steps of 64 ranks."""
 
 
 class MemoryStore:
-    """Keeps everything it is given until it is closed. Not for several threads."""
+    """Keeps all records until closed; without `keep_frames` only frames that a restart needs. Not thread-safe."""
 
     def __init__(self, *, keep_frames: bool = True) -> None:
         self._records: dict[tuple[str, str], dict[str, Stored]] = defaultdict(dict)
@@ -28,7 +28,7 @@ class MemoryStore:
         return sorted((r for r in found if isinstance(r, RunRecord)), key=lambda record: record.started_unix)
 
     def append(self, run: str, records: Iterable[Stored]) -> None:
-        """Keep records; one with the key of an earlier one takes its place."""
+        """Add records; one with the key of an earlier one replaces it."""
         for record in records:
             if isinstance(record, DetectorState) and not self._keep_frames:
                 self._drop_frames(run, record)
@@ -41,26 +41,24 @@ class MemoryStore:
             self._records[run, KINDS[type(record)]][f"#{self._count}" if key is None else key] = record
 
     def _drop_frames(self, run: str, state: DetectorState) -> None:
-        """Frames that the state has seen; those since then are what a restart needs."""
+        """Drop the frames that the state has seen; a restart needs only later ones."""
         held = self._records.get((run, KINDS[StepFrame]), {})
         for key, frame in list(held.items()):
             if isinstance(frame, StepFrame) and (frame.attempt, frame.step) <= (state.attempt, state.step):
                 del held[key]
 
     def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
-        """Records of one kind in the order they were first written."""
+        """Records of one kind in the order in which they were first written."""
         for record in list(self._records.get((run, KINDS[kind]), {}).values()):
-            step = step_of(record)
-            inside = step is None or (step >= first_step and (last_step is None or step <= last_step))
-            if inside and isinstance(record, kind):
+            if isinstance(record, kind) and is_within(record, first_step, last_step):
                 yield record
 
     def approve(self, approval: Approval) -> None:
-        """Keep a verdict."""
+        """Add a verdict."""
         self._approvals[approval.run, approval.action_id] = approval
 
     def approvals(self, run: str) -> list[Approval]:
-        """The newest verdict on every action."""
+        """The newest verdict on every action that has one."""
         return [approval for (name, _), approval in self._approvals.items() if name == run]
 
     def prune(self, run: str) -> int:

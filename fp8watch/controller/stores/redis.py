@@ -1,39 +1,41 @@
-"""The cluster's store: Redis behind the same few methods as SQLite, read by console and command line.
+"""The store of the cluster mode: Redis, with the same methods as SQLite. Console and command line read it.
 
-Frames lie in a stream and are trimmed by age. Everything else is durable: a hash by identity and a sorted set that
-keeps the order of first writing, for each kind of record. The active controller does not write through `append` but
-puts the same commands (`writes`) into its fenced commit, together with what it sends and what it has read.
+Frames are in a stream, which is trimmed by age. Everything else is durable: for each kind of record a hash by identity
+and a sorted set for the order of first writing. The active controller does not use `append`; it puts the same Redis
+commands (`writes`) into its fenced commit, together with the messages it sends and acknowledges.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from fp8watch import wire
 from fp8watch.controller.cluster import node_frames
+from fp8watch.controller.cluster.frame_holders import FrameHolders
 from fp8watch.controller.cluster.redis_keys import RUNS, RunKeys
 from fp8watch.controller.cluster.redis_link import RedisLink, connect
-from fp8watch.controller.identity import KINDS, key_of, step_of
-from fp8watch.controller.stores.base import Approval, R, unpack_approval
+from fp8watch.controller.identity import KINDS, key_of
+from fp8watch.controller.stores.base import Approval, R, is_within, unpack_approval
 from fp8watch.errors import WireError
-from fp8watch.records import Layout, NodeFrame, RunRecord, StepFrame, Stored
+from fp8watch.records import Arrival, NodeFrame, RunRecord, StepFrame, Stored
 from fp8watch.security.envelope import Opener, unpack
 
 CHUNK = 256
-"""Records asked for at once: a pipeline never holds more."""
+"""Most records requested at once in a pipeline."""
 FRAME_CHUNK = 64
-"""Stream entries asked for at once, about 3 MB of frames of 1,680 tensors."""
+"""Stream entries requested at once: about 3 MB for frames of 1,680 tensors."""
 
 Write = tuple[Any, ...]
 """One Redis command with its arguments."""
 
 
 class RedisStore:
-    """A store in Redis. Raises `redis.RedisError` when it cannot be reached.
+    """A store in Redis. Methods raise `redis.RedisError` when Redis cannot be reached.
 
-    `keep_seconds`: age at which `prune` takes frames out of the stream.
+    `keep_seconds`: age from which on `prune` removes frames from the stream.
     """
 
     def __init__(self, link: RedisLink | str, *, keep_seconds: float = 600.0) -> None:
@@ -42,7 +44,7 @@ class RedisStore:
         self.keep_seconds = keep_seconds
 
     def runs(self) -> list[RunRecord]:
-        """All runs, oldest first. A damaged record is left out."""
+        """All runs, oldest first. Damaged records are skipped."""
         names = sorted(name.decode(errors="replace") for name in self._redis.smembers(RUNS))
         bodies: list[bytes | None] = []
         for start in range(0, len(names), CHUNK):
@@ -54,7 +56,7 @@ class RedisStore:
         return sorted((r for r in found if isinstance(r, RunRecord)), key=lambda record: record.started_unix)
 
     def append(self, run: str, records: Iterable[Stored]) -> None:
-        """Keep records in one transaction; nothing is written when it fails."""
+        """Add records in one transaction; if it fails, nothing is written."""
         kept = list(records)
         if not kept:
             return
@@ -67,7 +69,7 @@ class RedisStore:
             pipe.execute()
 
     def writes(self, run: str, records: list[Stored]) -> list[Write]:
-        """The Redis commands that keep these records; all their keys lie in the run's slot."""
+        """The Redis commands that store these records; all their keys are in the run's slot."""
         keys = RunKeys(run)
         plain = [r for r in records if not isinstance(r, StepFrame | RunRecord)]
         last = int(self._redis.incrby(keys.order, len(plain))) if plain else 0
@@ -83,41 +85,38 @@ class RedisStore:
                 key = key_of(record)
                 key = f"#{order}" if key is None else key
                 writes.append(("HSET", keys.kind(kind), key, wire.pack(record)))
-                # NX: a record that replaces another keeps its place.
+                # NX: a record that replaces another keeps its place in the order.
                 writes.append(("ZADD", keys.kind_order(kind), "NX", order, key))
         return writes
 
     def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
-        """Records of one kind; frames as far back as the stream goes. A damaged body is left out."""
+        """Records of one kind; frames as far back as the stream goes. Damaged records are skipped."""
         source = self._frames(run) if kind is StepFrame else self._records(run, KINDS[kind])
         if kind is RunRecord:
-            source = (record for record in self.runs() if record.run == run)
+            body = self._redis.get(RunKeys(run).run)
+            source = iter(()) if body is None else _decoded(body)
         for record in source:
-            step = step_of(record)
-            inside = step is None or (step >= first_step and (last_step is None or step <= last_step))
-            if inside and isinstance(record, kind):
+            if isinstance(record, kind) and is_within(record, first_step, last_step):
                 yield record
 
     def node_frames(self, run: str) -> Iterator[tuple[str, NodeFrame]]:
-        """(entry of the stream, nodes' frames) as the controller took them in, as far back as the stream goes: what
-        was there before or is of another run is left out. Who sent them is not verified: no key is at hand."""
-        opener, position = Opener(None), "-"
+        """(stream entry id, node frame) as the controller accepted them, as far back as the stream goes: repeated
+        messages, those of other runs and of nodes that did not hold the rank are skipped. Signatures are not verified:
+        a reader has no key."""
+        opener, position, holders = Opener(None), "-", FrameHolders(self.read(run, Arrival))
         while entries := self._redis.xrange(RunKeys(run).frames, min=position, count=FRAME_CHUNK):
             position = f"({entries[-1][0].decode()}"
             for entry_id, fields in entries:
-                if (frame := _node_frame(opener, fields)) is not None and frame.run == run:
-                    yield entry_id.decode(), frame
-
-    def layouts(self, run: str, attempt: int) -> list[Layout]:
-        """All layouts of one attempt."""
-        return [layout for layout in self.read(run, Layout) if layout.attempt == attempt]
+                frame, name = _node_frame(opener, fields), entry_id.decode()
+                if frame is not None and frame.run == run and holders.is_held(name, frame):
+                    yield name, frame
 
     def approve(self, approval: Approval) -> None:
-        """Keep a verdict."""
+        """Add a verdict."""
         self._redis.hset(RunKeys(approval.run).approvals, approval.action_id, wire.pack(approval))
 
     def approvals(self, run: str) -> list[Approval]:
-        """The newest verdict on every action that has one. One that cannot be read counts as none."""
+        """The newest verdict on every action that has one. Unreadable verdicts are skipped."""
         found = []
         for body in self._redis.hvals(RunKeys(run).approvals):
             with contextlib.suppress(WireError):
@@ -125,13 +124,13 @@ class RedisStore:
         return found
 
     def prune(self, run: str) -> int:
-        """Take frames older than `keep_seconds` out of the stream, by the server's clock; how many entries went."""
+        """Remove frames older than `keep_seconds`, by the server's clock. Returns the number of entries removed."""
         seconds, _ = self._redis.time()
         oldest = max(0, int(seconds * 1000 - self.keep_seconds * 1000))
         return int(self._redis.xtrim(RunKeys(run).frames, minid=f"{oldest}-0", approximate=True))
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self.link.close()
 
     def _records(self, run: str, kind: str) -> Iterator[Stored]:
@@ -144,19 +143,19 @@ class RedisStore:
 
     def _frames(self, run: str) -> Iterator[StepFrame]:
         seen: set[tuple[int, int, int]] = set()
-        position = "-"
+        position, holders = "-", FrameHolders(self.read(run, Arrival))
         while entries := self._redis.xrange(RunKeys(run).frames, min=position, count=FRAME_CHUNK):
             position = f"({entries[-1][0].decode()}"
-            for _, fields in entries:
-                for frame in frames_of(fields):
+            for entry_id, fields in entries:
+                for frame in frames_of(fields, partial(holders.is_held, entry_id.decode())):
                     key = (frame.attempt, frame.rank, frame.step)
-                    if key not in seen:  # an agent sends again what it is not sure of
+                    if key not in seen:  # an agent sends a message again if it does not know whether it arrived
                         seen.add(key)
                         yield frame
 
 
-def frames_of(fields: dict[bytes, bytes]) -> list[StepFrame]:
-    """The ranks' frames in a stream entry; none for other messages and for what cannot be read."""
+def frames_of(fields: dict[bytes, bytes], is_wanted: Callable[[NodeFrame], bool] | None = None) -> list[StepFrame]:
+    """The rank frames in a stream entry; empty for other or unreadable messages, and for unwanted ones."""
     try:
         if (body := fields.get(b"b")) is not None:
             record = wire.unpack_stored(body)
@@ -164,14 +163,16 @@ def frames_of(fields: dict[bytes, bytes]) -> list[StepFrame]:
         if fields.get(b"k") != b"n":
             return []
         node = wire.unpack_uplink(unpack(fields[b"e"]).body)
-        return node_frames.expand(node) if isinstance(node, NodeFrame) else []
+        if not isinstance(node, NodeFrame) or not (is_wanted is None or is_wanted(node)):
+            return []
+        return node_frames.expand(node)
     except (WireError, KeyError):
         return []
 
 
 def _node_frame(opener: Opener, fields: dict[bytes, bytes]) -> NodeFrame | None:
     try:
-        # Entries of any kind are numbered together: those of other messages are opened for their number.
+        # All kinds of messages share one sequence of numbers, so the others are opened too, for their number.
         message = wire.unpack_uplink(opener.open(unpack(fields[b"e"])))
     except (WireError, KeyError):
         return None

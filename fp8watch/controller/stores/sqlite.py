@@ -1,8 +1,8 @@
-"""The embedded store: one SQLite file in WAL mode, written by the agent, read by console and command line.
+"""The store of the embedded mode: one SQLite file in WAL mode, written by the agent, read by console and command line.
 
-Records are msgpack bodies beside the few columns they are selected by. Retention keeps frames at full
-resolution for the newest steps and around incidents; what is older goes. Decisions, findings, checkpoints,
-layouts and run records are never dropped.
+Each row is a record as msgpack, with the few columns it is selected by. Retention keeps the frames of the newest steps
+and those around incidents, and drops older ones. Decisions, findings, checkpoints, layouts and run records are never
+dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8watch.records import RunRecord, StepFrame, Stored
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_MS = 2000
 INCIDENT_MARGIN_STEPS = 256
-"""Steps before and after a finding or action that keep full resolution."""
+"""Steps before and after a finding or action whose frames are kept."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
@@ -37,10 +37,10 @@ CREATE TABLE IF NOT EXISTS approvals (
 
 
 class SqliteStore:
-    """A store in one file; `path`'s folder is made if need be.
+    """A store in one file. The folder of `path` is created if necessary.
 
-    `read_only` opens an existing file without ever writing to it (a reader of a live store).
-    Raises `BadInput` for a file of a newer schema, `sqlite3.Error` or `OSError` when it cannot be opened.
+    `read_only` opens an existing file and never writes to it (for a reader of a live store). Raises `BadInput` for a
+    file of a newer schema, `sqlite3.Error` or `OSError` if it cannot be opened.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class SqliteStore:
             raise
 
     def _open_to_read(self) -> sqlite3.Connection:
-        """A reader needs the log's index beside the file. One who may not write there cannot make it, and has no need
-        of it once the log is empty: the run has ended."""
+        """A reader needs the index of the WAL next to the file. Without write permission it cannot be created, but it
+        is not needed either if the WAL is empty, which means that the run has ended."""
         uri = f"{self.path.resolve().as_uri()}?mode=ro"
         database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)
         try:
@@ -90,7 +90,7 @@ class SqliteStore:
             return
         self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
         self._db.execute("PRAGMA journal_mode=WAL")
-        # NORMAL in WAL mode: a power cut may lose the last transactions, never corrupt; a killed process loses none.
+        # NORMAL in WAL mode: a power cut may lose the last transactions, but corrupts nothing; a kill loses none.
         self._db.execute("PRAGMA synchronous=NORMAL")
         if version < SCHEMA_VERSION:
             self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={SCHEMA_VERSION};COMMIT;")
@@ -107,7 +107,7 @@ class SqliteStore:
         self._db.execute("COMMIT")
 
     def runs(self) -> list[RunRecord]:
-        """All runs, oldest first. A damaged record is left out."""
+        """All runs, oldest first. Damaged records are skipped."""
         rows = self._db.execute("SELECT body FROM records WHERE kind = 'run' ORDER BY id").fetchall()
         found = []
         for (body,) in rows:
@@ -118,7 +118,7 @@ class SqliteStore:
         return found
 
     def append(self, run: str, records: Iterable[Stored]) -> None:
-        """Keep records in one transaction. Raises `sqlite3.Error` with nothing written (disk full, locked)."""
+        """Add records in one transaction. Raises `sqlite3.Error` (disk full, locked), and then nothing is written."""
         with self._transaction():
             for record in records:
                 if isinstance(record, StepFrame):
@@ -127,7 +127,7 @@ class SqliteStore:
                         (run, record.attempt, record.rank, record.step, wire.pack(record)),
                     )
                     continue
-                # An update in place keeps the row's id, and with it the order of first writing.
+                # An update in place keeps the row's id and so the order of first writing.
                 self._db.execute(
                     "INSERT INTO records (run, kind, key, step, body) VALUES (?, ?, ?, ?, ?)"
                     " ON CONFLICT (run, kind, key) WHERE key IS NOT NULL"
@@ -136,7 +136,7 @@ class SqliteStore:
                 )
 
     def read(self, run: str, kind: type[R], first_step: int = 0, last_step: int | None = None) -> Iterator[R]:
-        """Records of one kind; frames of all attempts in the order they were written. A damaged body is left out."""
+        """Records of one kind; frames of all attempts in the order of writing. Damaged records are skipped."""
         limit = last_step if last_step is not None else 2**62
         if kind is StepFrame:
             query = "SELECT body FROM frames WHERE run = ? AND step BETWEEN ? AND ? ORDER BY id"
@@ -157,7 +157,7 @@ class SqliteStore:
                     yield record
 
     def approve(self, approval: Approval) -> None:
-        """Keep a verdict; a writer beside the agent, hence its own short transaction."""
+        """Add a verdict, in a short transaction of its own: the agent writes to the same file."""
         with self._transaction():
             self._db.execute(
                 "INSERT OR REPLACE INTO approvals (run, action_id, body) VALUES (?, ?, ?)",
@@ -165,7 +165,7 @@ class SqliteStore:
             )
 
     def approvals(self, run: str) -> list[Approval]:
-        """The newest verdict on every action that has one. One that cannot be read counts as none."""
+        """The newest verdict on every action that has one. Unreadable verdicts are skipped."""
         rows = self._db.execute("SELECT body FROM approvals WHERE run = ?", (run,)).fetchall()
         found = []
         for (body,) in rows:
@@ -174,7 +174,7 @@ class SqliteStore:
         return found
 
     def size_bytes(self) -> int:
-        """Bytes in use by live pages."""
+        """Bytes used by live pages."""
         pages, free, size = (
             int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
             for name in ("page_count", "freelist_count", "page_size")
@@ -182,10 +182,10 @@ class SqliteStore:
         return (pages - free) * size
 
     def prune(self, run: str) -> int:
-        """Apply the retention rules; how many frames went.
+        """Apply the retention rules. Returns the number of frames removed.
 
-        Frames older than the newest `full_steps` go unless they are near a finding or action; then, while the
-        file is over its cap, the oldest frames of all.
+        Removes frames older than the newest `full_steps` unless they are near a finding or action; then, while the file
+        is larger than `limit_bytes`, the oldest frames of all runs.
         """
         newest = self._db.execute("SELECT MAX(step) FROM frames WHERE run = ?", (run,)).fetchone()[0]
         if newest is None:
@@ -203,7 +203,7 @@ class SqliteStore:
             count = int(self._db.execute("SELECT COUNT(*) FROM frames").fetchone()[0])
             if count == 0:
                 break
-            # The share that is too much, by the average frame; a few more rounds even out what it misjudges.
+            # Estimated from the average frame size; a few more rounds correct the error.
             too_many = max(1, count * (size - self._limit_bytes) // size)
             with self._transaction():
                 self._db.execute(
@@ -215,7 +215,7 @@ class SqliteStore:
         return int(dropped)
 
     def close(self) -> None:
-        """Fold the log into the file, as far as readers allow, and let go."""
+        """Copy the WAL into the file, as far as readers allow, and close."""
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self._db.close()

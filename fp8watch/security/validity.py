@@ -1,0 +1,139 @@
+"""When certificates begin and end, as those who verify them see it: what a server shows that all refuse is said.
+
+Such a certificate is served all the same, as other exporters and web servers do: the scrape fails and says why (`up` is
+0), a browser warns, and whoever renews the files finds them taken up. To refuse to start would take away what the
+process is there for beside its page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOON_SECONDS = 14 * 86400.0
+"""Before its end a certificate should have been renewed; those who renew by themselves do it 30 days before."""
+SOON_SHARE = 0.2
+"""Of its whole life: one that lives for a day only is renewed later than two weeks before its end."""
+_NO_CHECK_TIME = 0x200000
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which `ssl` has no name for."""
+_MOST_TURNS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validity:
+    """Of one certificate, in Unix seconds."""
+
+    name: str
+    """What it is in a sentence."""
+    begins_unix: float
+    ends_unix: float
+
+    def fault(self, now_unix: float) -> str | None:
+        """Why clients refuse it at that time, or will soon; None: it is good. Says the same until that changes."""
+        if now_unix < self.begins_unix:
+            return f"{self.name} is not valid before {date(self.begins_unix)}: it is refused until then"
+        if now_unix >= self.ends_unix:
+            return f"{self.name} has expired on {date(self.ends_unix)}: it is refused"
+        if self.ends_unix - now_unix < min(SOON_SECONDS, SOON_SHARE * (self.ends_unix - self.begins_unix)):
+            return f"{self.name} expires on {date(self.ends_unix)}: it is refused from then on"
+        return None
+
+
+class Unusable(Exception):
+    """Clients refuse the certificate whatever the time."""
+
+
+def of_server(cert: Path, key: Path) -> list[Validity]:
+    """Of a server's certificate and of those in the same file that lead to its authority.
+
+    For files without `certificates.faults`; raises `Unusable` with what a client would say, `OSError` otherwise.
+    """
+    # A client that trusts exactly this certificate is shown it: `ssl` tells the dates of what was verified only.
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(cert, key)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(cert)
+    client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | ssl.VerifyFlags(_NO_CHECK_TIME)
+    shown = _shaken(client, server)
+    between: list[dict[str, Any]] = [dict(item) for item in client.get_ca_certs() if item != shown]
+    return [
+        _validity(shown, "the certificate"),
+        *(_validity(item, f"the certificate of its authority ({_common_name(item)})") for item in between),
+    ]
+
+
+def of_authorities(path: Path) -> list[Validity]:
+    """Of the authorities in a file. Raises `OSError`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(path)
+    found: list[dict[str, Any]] = [dict(item) for item in context.get_ca_certs()]
+    return [_validity(item, f"the authority ({_common_name(item)})") for item in found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dates:
+    """Of the files that a server uses, as they were when they were read."""
+
+    validities: tuple[tuple[Path, Validity], ...] = ()
+    remarks: tuple[str, ...] = ()
+    """`file: reason` where there are no dates to go by."""
+
+    def faults(self, now_unix: float) -> list[str]:
+        """`file: reason` for everything that is refused at that time, or will soon be."""
+        found = ((path, item.fault(now_unix)) for path, item in self.validities)
+        return [*self.remarks, *(f"{path}: {fault}" for path, fault in found if fault is not None)]
+
+
+def dates(cert: Path, key: Path, authority: Path | None = None) -> Dates:
+    """Of a server's chain, and of the authority whose certificates it asks clients for."""
+    validities: list[tuple[Path, Validity]] = []
+    remarks = []
+    try:
+        validities += [(cert, item) for item in of_server(cert, key)]
+    except Unusable as error:
+        remarks.append(f"{cert}: the certificate is refused at any time: {error}")
+    except OSError as error:
+        remarks.append(f"{cert}: until when it is valid cannot be told: {error}")
+    try:
+        validities += [] if authority is None else [(authority, item) for item in of_authorities(authority)]
+    except OSError as error:
+        remarks.append(f"{authority}: until when it is valid cannot be told: {error}")
+    return Dates(validities=tuple(validities), remarks=tuple(remarks))
+
+
+def _shaken(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> dict[str, Any]:
+    """What the client was shown, in a handshake in memory."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(to_client, to_server)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(_MOST_TURNS):
+        try:
+            client.do_handshake()
+            return dict(client.getpeercert() or {})
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLCertVerificationError as error:
+            raise Unusable(error.verify_message) from error
+        with contextlib.suppress(ssl.SSLWantReadError):
+            server.do_handshake()
+    raise ssl.SSLError("no handshake came about")
+
+
+def _validity(shown: dict[str, Any], name: str) -> Validity:
+    begins, ends = (ssl.cert_time_to_seconds(str(shown[field])) for field in ("notBefore", "notAfter"))
+    return Validity(name=name, begins_unix=begins, ends_unix=ends)
+
+
+def _common_name(shown: dict[str, Any]) -> str:
+    parts = [pair for group in shown.get("subject", ()) for pair in group]
+    return next((str(value) for name, value in parts if name == "commonName"), "no name")
+
+
+def date(unix: float) -> str:
+    """To the minute, as people write it."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix))
