@@ -1,1 +1,1 @@
-"""The command line's sub-commands, one file a group. `fp8watch.cli` puts them together."""
+"""The sub-commands of the command line, one file per group. `fp8watch.cli` puts them together."""

@@ -13,7 +13,6 @@ from fp8watch import action_words
 from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
-from fp8watch.controller.stores.base import Approval
 from fp8watch.errors import BadInput
 from fp8watch.records import ActionRecord, RunRecord
 from fp8watch.security import KeyRing, approvals, load_ring
@@ -66,7 +65,7 @@ def refuse(action_id: IdArgument, directory: DirOption = None) -> None:
 
 
 def _check_moment(record: RunRecord, action: ActionRecord) -> None:
-    """Exit with 3 when it is too late to answer: the run decides at its step boundaries and does not wait for us."""
+    """Exit with 3 when it is too late to answer: the run decides at its step boundaries and does not wait."""
     if action.status != "waiting":
         why = f": {action.reason}" if action.reason else ""
         raise not_found(f"{action.id} does not wait for anybody: {action_words.state(action)}{why}")
@@ -85,9 +84,10 @@ def _person() -> str:
 
 
 def _ring(found: stores.Found) -> KeyRing | None:
-    """The key to sign with; None: unsigned, which a file's controller believes and a cluster's only without a key.
+    """The key to sign with. None: unsigned, which the controller of a file believes, and that of a cluster only when it
+    has no key.
 
-    Raises `BadInput` where the controller of a cluster would pass an unsigned verdict over.
+    Raises `BadInput` where the controller of a cluster would ignore an unsigned verdict.
     """
     settings = from_environment()
     ring = load_ring(settings, "approval")
@@ -105,14 +105,11 @@ def _answer(action_id: str, verdict: Literal["approve", "refuse"], directory: Di
     for found in reversed(stores.runs(stores.folder(directory))):
         with stores.reading(found) as store:
             action = next((item for item in store.read(found.record.run, ActionRecord) if item.id == action_id), None)
-        if action is None:
+        if action is None or action.run != found.record.run:  # the store's word alone does not choose the run
             continue
         _check_moment(found.record, action)
-        approval = Approval(
-            run=found.record.run, action_id=action_id, verdict=verdict, by=_person(), time_unix=time.time()
-        )
         ring = _ring(found)
-        approval = approvals.sign(approval, ring)
+        approval = approvals.give(action, verdict, by=_person(), time_unix=time.time(), ring=ring)
         try:
             with stores.writing(found) as store:
                 store.approve(approval)
@@ -120,7 +117,7 @@ def _answer(action_id: str, verdict: Literal["approve", "refuse"], directory: Di
             raise not_found(f"{found.store} cannot be written: {error}") from error
         done = "approved" if verdict == "approve" else "refused"
         if found.redis_url:
-            # Which key the controller has cannot be known here: what it made of the verdict is in the list.
+            # The controller's key cannot be known here; the listing shows what it made of the verdict.
             signed = "signed" if ring is not None else "unsigned"
             done += f", {signed}; `fp8watch actions list {found.record.run}` says what the controller made of it"
         typer.echo(f"{action_id} ({action.action} of {found.record.run}): {done}")

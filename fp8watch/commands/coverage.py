@@ -1,4 +1,4 @@
-"""How much of a run's FP8 modules is seen, by the newest layout of each rank: for `doctor` and `runs show`."""
+"""How many of a run's FP8 modules are seen, by the newest layout of each rank: for `doctor` and `runs show`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Modules of all ranks by name: a module that any rank sees counts as seen."""
+    """Modules of all ranks by name: a module counts as seen if any rank sees it."""
 
     observed: int
     expected: int
     missing: list[str]
-    """`name: reason` of what no rank sees, modules and other quantities."""
+    """`name: reason` for modules and other quantities that no rank sees."""
     aliases: dict[str, list[str]] = field(default_factory=dict)
-    """Modules and parameters in several places of the model, by the name under which they are seen."""
+    """Modules and parameters that the model holds in several places, by the name under which they are seen."""
 
     @property
     def is_whole(self) -> bool:
@@ -27,7 +27,7 @@ class Coverage:
         return self.observed >= self.expected
 
     def text(self) -> str:
-        """One line."""
+        """The result in one line."""
         text = f"{self.observed} of {self.expected} FP8 modules observed"
         if self.missing:
             text += f"; not observed: {_shown(self.missing)}"
@@ -38,7 +38,7 @@ class Coverage:
 
 
 def of_run(store: Store, run: str) -> Coverage | None:
-    """None: the run has announced no layout."""
+    """The coverage of a run; None: the run has announced no layout."""
     newest: dict[int, Layout] = {}
     for layout in store.read(run, Layout):
         newest[layout.rank] = layout

@@ -1,4 +1,4 @@
-"""`fp8watch doctor`: what is installed, what can be had on this machine, and what stands in the way."""
+"""`fp8watch doctor`: what is installed, what works on this machine, and what stands in the way."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Annotated
 
 import typer
 
-from fp8watch.commands import doctor_cluster, stores, values
-from fp8watch.commands.checks import Check
+from fp8watch.commands import doctor_cluster, doctor_tls, stores, values
+from fp8watch.commands.checks import Check, problem
 from fp8watch.commands.output import print_json, print_table
 from fp8watch.commands.stores import DirOption, JsonOption
+from fp8watch.errors import Unreachable
 
 PACKAGES = (
     "torch", "transformer-engine", "numpy", "msgspec", "pydantic", "prometheus-client", "redis", "streamlit",
@@ -43,15 +44,16 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine, or a cluster; exit 3 when something that is needed does not work."""
-    home = stores.folder(directory)
-    if cluster:
-        from fp8watch.settings import from_environment
+    from fp8watch.settings import from_environment
 
-        checks = doctor_cluster.checks(from_environment(), redis, expect_agents, agent_socket)
+    home, settings = stores.folder(directory), from_environment()
+    if cluster:
+        checks = doctor_cluster.checks(settings, redis, expect_agents, agent_socket)
     else:
         checks = [_python(), *_packages(), _folder(home), _socket(home), _port(), _sqlite(), *_coverage(home)]
         if with_torch:
             checks.append(_accelerator())
+    checks += doctor_tls.checks(settings)
     if as_json:
         print_json([{"name": c.name, "result": c.result, "detail": c.detail} for c in checks])
     else:
@@ -120,10 +122,13 @@ def _sqlite() -> Check:
 
 
 def _coverage(home: Path) -> list[Check]:
-    """Of the newest run: what of its FP8 is not seen is no fault of this machine, but nobody should have to ask."""
+    """Of the newest run: modules that are not seen are no fault of this machine, but nobody should have to ask."""
     from fp8watch.commands import coverage
 
-    known = stores.runs(home)
+    try:
+        known = stores.known(home)
+    except Unreachable as error:
+        return [problem("redis", str(error))]
     if not known:
         return []
     run = known[-1].record.run

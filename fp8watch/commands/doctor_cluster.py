@@ -1,16 +1,18 @@
-"""`fp8watch doctor --cluster`: is this deployment sound, and if not, what is wrong with it by name."""
+"""`fp8watch doctor --cluster`: whether a deployment is sound, and if not, what is wrong with it."""
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8watch import __version__
-from fp8watch.commands.checks import Check, problem
+from fp8watch.commands import doctor_controllers, doctor_feeding, doctor_keys, doctor_runs, doctor_stops
+from fp8watch.commands.checks import Check, problem, without_contradictions
+from fp8watch.commands.doctor_parties import SILENT_SECONDS, Party, parties
 from fp8watch.errors import BadInput, MissingDependency
 from fp8watch.settings import Settings
 from fp8watch.wire import READABLE_VERSIONS
@@ -20,17 +22,16 @@ if TYPE_CHECKING:
 
 MIN_REDIS = (6, 2)
 """XAUTOCLAIM came with 6.2."""
-SILENT_SECONDS = 15.0
-"""An agent speaks every two seconds."""
 MAX_SKEW_SECONDS = 5.0
+SOCKET_SECONDS = 2.0
 GOOD_POLICIES = ("noeviction", "volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl")
-"""Others may evict the decision log."""
+"""Eviction policies under which Redis keeps the decision log."""
 
 
 def checks(
     settings: Settings, redis_url: str | None, expected_agents: int | None, agent_socket: str | None
 ) -> list[Check]:
-    """All checks. `expected_agents` None: only those that are known are looked at."""
+    """All checks. `expected_agents` None: only agents that are already known are checked."""
     url = redis_url or (settings.redis_url.get_secret_value() if settings.redis_url is not None else None)
     found = [_socket(agent_socket or settings.agent)]
     if url is None:
@@ -49,14 +50,20 @@ def checks(
         link.close()
         return [*found, problem("redis", f"{link.shown}: {reason_of(error)}: {words_of(error)}")]
     found.append(Check(name="redis", result="ok", detail=f"{link.shown} answers in {took * 1000:.1f} ms"))
-    for look in (_version, _role, _persistence, _memory, _skew, _lease):
+    for look in (_version, _role, _persistence, _memory, _skew):
         found.append(_asked(look, link))
     try:
-        found += _agents(link, expected_agents)
+        controllers, agents = doctor_controllers.known(link), _known_agents(link)
+        found += doctor_controllers.checks(link, controllers)
+        found += _agents(agents, expected_agents)
+        found += doctor_keys.checks(settings, agents, controllers)
+        found += doctor_stops.checks(link)
+        found += doctor_runs.contested(link)
+        found += doctor_feeding.unjudged(link)
     except (RedisError, OSError) as error:
         found.append(problem("agents", str(error)))
     link.close()
-    return found
+    return without_contradictions(found)
 
 
 def _asked(look: Any, link: RedisLink) -> Check:
@@ -71,7 +78,7 @@ def _asked(look: Any, link: RedisLink) -> Check:
 
 
 def _info(link: RedisLink, section: str) -> dict[str, Any]:
-    """One server's INFO; of a cluster any node's."""
+    """INFO of one server; in a Redis cluster, of any node."""
     found: dict[str, Any] = link.client.info(section)
     first = next(iter(found.values()), None)
     return first if link.is_cluster and isinstance(first, dict) else found
@@ -121,32 +128,15 @@ def _skew(link: RedisLink) -> Check:
     return Check(name="clock", result="ok", detail=f"{skew:+.3f} s from Redis")
 
 
-def _lease(link: RedisLink) -> Check:
-    from fp8watch.controller.cluster.redis_keys import LEASE
-
-    held = link.client.get(LEASE)
-    if held is None:
-        return problem("controller", "none is active: start `fp8watch controller` (two, so that one stands by)")
-    term, _, holder = held.decode().partition(":")
-    return Check(name="controller", result="ok", detail=f"{holder} decides, term {term}")
-
-
-def _agents(link: RedisLink, expected: int | None) -> list[Check]:
+def _known_agents(link: RedisLink) -> list[Party]:
     from fp8watch.controller.cluster.redis_keys import NODES
 
-    now = float(link.client.time()[0])
-    found: list[Check] = []
-    num_alive = 0
-    for name, body in sorted(link.client.hgetall(NODES).items()):
-        node = name.decode(errors="replace")
-        try:
-            about = json.loads(body)
-            age = now - float(about["time_unix"])
-        except (ValueError, KeyError, TypeError):
-            found.append(problem(f"agent {node}", "what it says of itself cannot be read"))
-            continue
-        num_alive += age <= SILENT_SECONDS
-        found.append(_agent(node, about, age))
+    return parties(link, NODES)
+
+
+def _agents(agents: list[Party], expected: int | None) -> list[Check]:
+    found = [_agent(agent) for agent in agents]
+    num_alive = sum(agent.is_alive for agent in agents)
     if expected is not None and num_alive < expected:
         found.append(problem("agents", f"{num_alive} of {expected} expected are heard from"))
     else:
@@ -155,7 +145,10 @@ def _agents(link: RedisLink, expected: int | None) -> list[Check]:
     return found
 
 
-def _agent(node: str, about: dict[str, Any], age: float) -> Check:
+def _agent(agent: Party) -> Check:
+    node, about, age = agent.name, agent.about, agent.age_seconds
+    if agent.is_broken:
+        return problem(f"agent {node}", "what it says of itself cannot be read")
     detail = f"{about.get('ranks', 0)} ranks, version {about.get('version')}"
     if age > SILENT_SECONDS:
         return Check(name=f"agent {node}", result="absent", detail=f"silent for {age:.0f} s ({detail})")
@@ -165,6 +158,12 @@ def _agent(node: str, about: dict[str, Any], age: float) -> Check:
         return problem(
             f"agent {node}", f"speaks wire version {about.get('wire_version')}; {__version__} cannot read it"
         )
+    if other := about.get("namesake"):
+        return problem(
+            f"agent {node}",
+            f"two agents are alive under this name, one of them {other}: of a run on both only the ranks of one are "
+            "watched; give each its own (FP8WATCH_NODE)",
+        )
     if about.get("spool_bytes"):
         return problem(f"agent {node}", f"{int(about['spool_bytes']) / 2**20:.1f} MiB wait on its disk")
     if lost := {reason: count for reason, count in (about.get("dropped") or {}).items() if count}:
@@ -173,7 +172,7 @@ def _agent(node: str, about: dict[str, Any], age: float) -> Check:
 
 
 def _socket(address: str | None) -> Check:
-    """The agent's socket on this node, where there is one: who can connect to it."""
+    """The agent's socket on this node, if there is one, and who can connect to it."""
     if address is None:
         return Check(name="agent socket", result="absent", detail="FP8WATCH_AGENT is not set on this machine")
     path = Path(address.removeprefix("unix://"))
@@ -187,6 +186,23 @@ def _socket(address: str | None) -> Check:
         return problem("agent socket", f"{path.parent} can be written by everybody: set its mode to 0755 or less")
     if not os.access(path, os.W_OK):
         return problem("agent socket", f"{path}: this user cannot connect; its owner has id {status.st_uid}")
+    if why := _deaf(path):
+        return problem("agent socket", f"{path}: {why}")
     if stat.S_IMODE(status.st_mode) & 0o022:
         return problem("agent socket", f"{path}: mode {stat.S_IMODE(status.st_mode):04o} lets others connect")
     return Check(name="agent socket", result="ok", detail=f"{path}, mode {stat.S_IMODE(status.st_mode):04o}")
+
+
+def _deaf(path: Path) -> str:
+    """Why nobody takes a connection there; empty: somebody does. A file outlives the agent that was killed."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(SOCKET_SECONDS)
+        try:
+            client.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return "nobody listens: the agent that made it is gone; start it again"
+        except (BlockingIOError, TimeoutError):
+            return f"the agent takes no connection within {SOCKET_SECONDS:g} s: is it frozen or overloaded?"
+        except OSError as error:
+            return f"no connection: {error.strerror or error}"
+    return ""

@@ -1,4 +1,4 @@
-"""`fp8watch incident list|show|export`: findings of one event, and what was done about it."""
+"""`fp8watch incident list|show|export`: the findings of one event, and what was done about it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def export(
 
 
 def _one(name: str, run: str | None, directory: Path | None) -> tuple[Incident, stores.Found]:
-    """The incident and its run: the run that is named, else the newest that has one of this id. Exits with 3."""
+    """The incident and its run: the named run, else the newest that has an incident of this id. Exits with 3."""
     newest = stores.find(stores.folder(directory), run)
     others = [] if run is not None else [*reversed(stores.runs(stores.folder(directory)))]
     for found in [newest, *(item for item in others if item.record.run != newest.record.run)]:

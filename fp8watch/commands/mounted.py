@@ -26,7 +26,7 @@ _SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 
 def mount(app: typer.Typer, names: Sequence[str] | None, panel: str) -> None:
-    """Add some of this package's own to the command line; None: those that are not there yet, and all of others."""
+    """Add commands of this package by name; None: all that are not added yet, and those of other packages."""
     there = {command.name for command in app.registered_commands}
     for name in OWN if names is None else names:
         if name not in there:
@@ -52,7 +52,7 @@ def _add(app: typer.Typer, name: str, text: str, load: Callable[[], Any], panel:
 
 
 def invoke(target: Any, arguments: Sequence[str], name: str) -> None:
-    """Run a Typer app, a click command, a function for Typer, or a module that has one of them."""
+    """Run a Typer app, a click command, a function for Typer, or a module that contains one of them."""
     command = _command(target)
     command.main(args=list(arguments), prog_name=name, standalone_mode=True)
 

@@ -1,4 +1,4 @@
-"""How listings are printed: a table for people, JSON for programs; never both on one stream."""
+"""How listings are printed: a table for people, JSON for programs, never both on one stream."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import typer
 
-from fp8watch.errors import EXIT_BAD_INPUT, EXIT_UNREACHABLE, BadInput
+from fp8watch.errors import EXIT_BAD_INPUT, EXIT_UNREACHABLE, BadInput, Unreachable
 
 
 def plain(value: Any) -> Any:
-    """A record as JSON can hold it: NaN and infinity become text, bytes are left out."""
+    """A record in a form that JSON can hold: NaN and infinity become text, bytes are left out."""
     if isinstance(value, msgspec.Struct):
         return plain(msgspec.structs.asdict(value))
     if isinstance(value, dict):
@@ -44,9 +44,9 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     count = 0
     for row in rows:
         count += 1
-        # Text and not markup: names from a run may hold brackets.
+        # Text, not markup: names from a run may contain brackets.
         table.add_row(*(Text("-" if cell is None or cell == "" else str(cell)) for cell in row))
-    # Into a pipe or file a table is as wide as it needs to be: nothing is cut off.
+    # In a pipe or file a table is as wide as it needs to be, so that nothing is cut off.
     console = Console(width=None if sys.stdout.isatty() else 250)
     if count:
         console.print(table)
@@ -55,13 +55,13 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def fail(error: BadInput) -> typer.Exit:
-    """All problems on stderr, line by line, and the exit to raise."""
+    """Print all problems on stderr, one per line; returns the exit to raise."""
     for problem in error.problems:
         typer.echo(problem, err=True)
-    return typer.Exit(EXIT_BAD_INPUT)
+    return typer.Exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_BAD_INPUT)
 
 
 def not_found(message: str) -> typer.Exit:
-    """What was asked for is not there: exit 3."""
+    """Print that something does not exist; returns the exit (3) to raise."""
     typer.echo(message, err=True)
     return typer.Exit(EXIT_UNREACHABLE)

@@ -1,4 +1,4 @@
-"""What options of the command line take, where typer's own bounds do not say it: each refuses with exit code 2."""
+"""Parsers of command-line options, for what typer's own bounds cannot express: each refuses with exit code 2."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import typer
 
 MAX_COUNT = 10_000_000
-"""Of steps, as in a policy: more is a slip of the finger."""
+"""Most steps that an option takes, as in a policy: more is a typing error."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def seconds(value: str | float) -> float:
-    """More than 0 and at most what a setting may be. (Typer's bounds let `nan` through.)"""
+    """A number of seconds above 0, up to the limit of a setting. (Typer's bounds accept `nan`.)"""
     from fp8watch.settings import MAX_WAIT_SECONDS
 
     try:
@@ -26,26 +26,35 @@ def seconds(value: str | float) -> float:
 
 
 def folder(value: str | Path) -> Path:
-    """A folder; an empty text is a variable that was not set, and not the current folder."""
+    """A folder; empty text is refused, because it is an unset variable and not the current folder."""
     if not str(value):
         raise typer.BadParameter("empty; the current folder is '.'")
     return Path(value)
 
 
 def file(value: str | Path) -> Path:
-    """A file; an empty text is a variable that was not set."""
+    """A file; empty text is refused, because it is an unset variable."""
     return Path(text(str(value)))
 
 
 def text(value: str) -> str:
-    """Any text but an empty one, which would pass for an option that was not given."""
+    """Any text but an empty one, which would look like an option that was not given."""
     if not value:
         raise typer.BadParameter("empty; leave the option out for its default")
     return value
 
 
+def name(value: str) -> str:
+    """A name of a node."""
+    from fp8watch.bounds import MAX_NAME_LENGTH
+
+    if len(value) > MAX_NAME_LENGTH:
+        raise typer.BadParameter(f"{len(value)} characters; a name has at most {MAX_NAME_LENGTH}")
+    return text(value)
+
+
 def log_level(value: str) -> str:
-    """A level of Python's logging, in any case."""
+    """A level of Python's logging, in upper or lower case."""
     if value.upper() not in LEVELS:
         raise typer.BadParameter(f"{value!r} is none of {', '.join(LEVELS)}")
     return value.upper()

@@ -1,4 +1,4 @@
-"""No option of any command takes a number that makes no sense, and an empty path is not the current folder."""
+"""No option of any command accepts a number that makes no sense, and an empty path is not the current folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACES = {"replay": ["x.csv"], "policy compare": ["auto", "observe", "x.csv"]}
 
 
 def commands() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every command with the function behind it, those that are loaded when they are called among them."""
+    """Every command with its function, including those that are only loaded when called."""
 
     def below(name: str, app: typer.Typer) -> Iterator[tuple[str, Callable[..., Any]]]:
         for group in app.registered_groups:

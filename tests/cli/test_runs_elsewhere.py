@@ -1,4 +1,4 @@
-"""Runs whose records went to the state folder, and a folder that is none."""
+"""Runs whose records went to the state folder, and a path that is not a folder."""
 
 from __future__ import annotations
 

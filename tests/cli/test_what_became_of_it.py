@@ -1,4 +1,4 @@
-"""Actions in a person's words: what was never done has no read-back and no effect; and nothing is cut off."""
+"""Actions in plain words: one that was never done has no read-back and no effect; and nothing is cut off."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_monitors_take_the_labels_an_operator_selects_by():
     for suffix in ("-agent", "-controller"):
         found = one(render(CASES["everything"]), "ServiceMonitor", suffix)
         assert found["metadata"]["namespace"] == "monitoring"
-    assert "Not scraped?" in notes(CASES["scraped"])
+    assert "If it is not scraped" in notes(CASES["scraped"])
 
 
 # case: HLM-05

@@ -153,8 +153,8 @@ def test_a_container_is_given_no_key_but_its_own(secrets: Secrets, tmp_path: Pat
     [
         ({"metricsTls": {"existingSecret": "s"}}, "metricsTls.serverName"),
         ({"metricsTls": {"clientCaSecret": "s"}}, "metricsTls.clientCaSecret"),
-        ({"metricsTls": TLS | {"clientCaSecret": "s"}}, "metricsTls.scraperSecret: monitors have to show"),
-        ({"metricsTls": TLS | {"scraperSecret": "s"}}, "metricsTls.scraperSecret: nobody asks"),
+        ({"metricsTls": TLS | {"clientCaSecret": "s"}}, "metricsTls.scraperSecret: monitors need a client certificate"),
+        ({"metricsTls": TLS | {"scraperSecret": "s"}}, "metricsTls.scraperSecret: without metricsTls.clientCaSecret"),
         ({"metricsPassword": {"existingSecret": "No Name"}}, "/metricsPassword/existingSecret"),
         ({"metricsTls": {"clientCaSecret": "No Name"}}, "/metricsTls/clientCaSecret"),
         ({"metricsTls": {"scraperSecret": 1}}, "/metricsTls/scraperSecret"),

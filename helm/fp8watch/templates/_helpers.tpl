@@ -2,7 +2,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* 50 characters at most: a component's suffix and a pod's hash have to fit into 63. */}}
+{{/* At most 50 characters, so that a component's suffix and a pod's hash fit into 63. */}}
 {{- define "fp8watch.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
@@ -43,7 +43,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end -}}
 
-{{/* What every container of ours may do: nothing. */}}
+{{/* Security context of every container: no privileges at all. */}}
 {{- define "fp8watch.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
@@ -51,7 +51,7 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Where Redis is, as an environment variable: a secret's, a given one's, or that of the server in this chart. */}}
+{{/* The URL of Redis as an environment variable: from a secret, from values, or of the server in this chart. */}}
 {{- define "fp8watch.redisUrl" -}}
 - name: FP8WATCH_REDIS_URL
 {{- if .Values.externalRedis.existingSecret }}
@@ -62,11 +62,42 @@ capabilities:
 {{- else if .Values.externalRedis.url }}
   value: {{ .Values.externalRedis.url | quote }}
 {{- else }}
-  value: redis://{{ include "fp8watch.fullname" . }}-redis:{{ .Values.redis.port }}/0
+  value: redis://{{ include "fp8watch.fullname" . }}-redis:{{ int64 .Values.redis.port }}/0
 {{- end }}
 {{- end -}}
 
-{{/* Who may read /metrics: where agent and controller find certificates and password. Nothing where nothing is asked. */}}
+{{/* Secret keys as environment variables. Arguments: root, purposes (of command, frame, approval). */}}
+{{- define "fp8watch.keysEnv" -}}
+{{- $keys := .root.Values.keys -}}
+{{- if $keys.existingSecret }}
+{{- range .purposes }}
+- name: FP8WATCH_{{ upper . }}_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ $keys.existingSecret }}
+      key: {{ get $keys (printf "%sKey" .) | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The keys that a container is not given, neither by keys.existingSecret nor by its extraEnv, separated by commas; none
+if it trusts Redis. Arguments: root, purposes, extraEnv. */}}
+{{- define "fp8watch.missingKeys" -}}
+{{- $given := list -}}
+{{- range .extraEnv }}{{- $given = append $given .name }}{{- end -}}
+{{- $missing := list -}}
+{{- if not (or .root.Values.keys.existingSecret (has "FP8WATCH_ALLOW_UNSIGNED" $given)) -}}
+{{- range .purposes -}}
+{{- $name := printf "FP8WATCH_%s_KEY" (upper .) -}}
+{{- if not (or (has $name $given) (has (printf "%s_FILE" $name) $given)) -}}
+{{- $missing = append $missing $name -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- join ", " $missing -}}
+{{- end -}}
+
+{{/* Where agent and controller find the certificates and the password of /metrics; empty if none is configured. */}}
 {{- define "fp8watch.metricsEnv" -}}
 {{- if .Values.metricsTls.existingSecret }}
 - name: FP8WATCH_METRICS_TLS_CERT
@@ -102,7 +133,7 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* Only the keys that are read: the authority's secret may hold its private key. */}}
+{{/* Only the keys that are read: the authority's secret may also contain its private key. */}}
 {{- define "fp8watch.metricsVolumes" -}}
 {{- if .Values.metricsTls.existingSecret }}
 - name: metrics-tls
@@ -124,7 +155,7 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* What a monitor brings, and how it trusts what it reaches. */}}
+{{/* The scheme, TLS settings and credentials of a monitor. */}}
 {{- define "fp8watch.metricsEndpoint" -}}
 {{- if .Values.metricsTls.existingSecret }}
 scheme: https
@@ -176,7 +207,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* Settings that contradict each other stop the installation, naming the value to change. */}}
+{{/* Contradicting values stop the installation with a message that names the value to change. */}}
 {{- define "fp8watch.check" -}}
 {{- if and .Values.serviceMonitor.enabled .Values.podMonitor.enabled -}}
 {{- fail "serviceMonitor.enabled and podMonitor.enabled: every sample would be scraped twice; choose one" -}}
@@ -185,20 +216,20 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- fail "agent.metrics.scope: a monitor cannot reach loopback; set it to pod" -}}
 {{- end -}}
 {{- if and .Values.metricsTls.existingSecret (not .Values.metricsTls.serverName) (or .Values.serviceMonitor.enabled .Values.podMonitor.enabled) -}}
-{{- fail "metricsTls.serverName: monitors reach pods by their address; say which name in the certificate they check" -}}
+{{- fail "metricsTls.serverName: monitors reach pods by IP address; give the name in the certificate that they check" -}}
 {{- end -}}
 {{- if and .Values.metricsTls.clientCaSecret (not .Values.metricsTls.existingSecret) -}}
 {{- fail "metricsTls.clientCaSecret: certificates of scrapers are checked over TLS only; it needs metricsTls.existingSecret" -}}
 {{- end -}}
 {{- if and .Values.metricsTls.scraperSecret (not .Values.metricsTls.clientCaSecret) -}}
-{{- fail "metricsTls.scraperSecret: nobody asks monitors for a certificate without metricsTls.clientCaSecret" -}}
+{{- fail "metricsTls.scraperSecret: without metricsTls.clientCaSecret monitors are not asked for a certificate" -}}
 {{- end -}}
 {{- if and .Values.metricsTls.clientCaSecret (not .Values.metricsTls.scraperSecret) (or .Values.serviceMonitor.enabled .Values.podMonitor.enabled) -}}
-{{- fail "metricsTls.scraperSecret: monitors have to show a certificate of metricsTls.clientCaSecret; say which" -}}
+{{- fail "metricsTls.scraperSecret: monitors need a client certificate of the authority in metricsTls.clientCaSecret" -}}
 {{- end -}}
 {{- if .Values.console.enabled -}}
 {{- if not .Values.console.nodeSelector -}}
-{{- fail "console.nodeSelector: the console reads the stores of one node; say which, e.g. {kubernetes.io/hostname: NODE}" -}}
+{{- fail "console.nodeSelector: the console reads the stores of one node; select it, e.g. {kubernetes.io/hostname: NODE}" -}}
 {{- end -}}
 {{- if not .Values.agent.dataHostPath -}}
 {{- fail "agent.dataHostPath: the console reads the stores there; it cannot be empty with console.enabled" -}}
