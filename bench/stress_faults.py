@@ -67,12 +67,12 @@ def _spoil(file: Path, *, is_missing: bool) -> None:
 def _fill_up(manager: Any) -> None:
     write_files = underway.write_files
 
-    def full(folder: Path, files: Any) -> Any:
+    def full(folder: Path, *given: Any, **named: Any) -> Any:
         if folder.parent == manager.root and any(f"step-{step:08d}" in folder.name for step in FULL_AT):
             if manager.is_writer:  # it removes the folder, also from under a rank that is still writing
                 _await_others(folder, manager)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_files(folder, files)
+        return write_files(folder, *given, **named)
 
     underway.write_files = full
 

@@ -1,7 +1,7 @@
-"""What became of an action, in a person's words: the same in listings, stories, the demo and the console.
+"""What became of an action, in plain words: the same in listings, stories, the demo and the console.
 
-Records keep their own, shorter names (`status`, `readback`, `outcome`), which programs read. An action that was never
-done has nothing to be read back and no outcome.
+Records keep their own, shorter names (`status`, `readback`, `outcome`) for programs. An action that was never done has
+nothing to read back and no outcome.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_done(action: ActionRecord) -> bool:
 
 
 def state(action: ActionRecord) -> str:
-    """How far it came, and by whose word."""
+    """How far it got, and who approved or refused it."""
     by = action.answered_by
     if action.status == "waiting":
         return "waiting" if action.expires_step is None else f"waiting until step {action.expires_step}"
@@ -41,14 +41,14 @@ def state(action: ActionRecord) -> str:
 
 
 def read_back(action: ActionRecord) -> str:
-    """What reading it back gave; empty when there is nothing to read back."""
+    """The result of reading it back; empty when there is nothing to read back."""
     if not is_done(action):
         return ""
     return {"ok": "ok", "failed": "failed", "pending": "not yet"}[action.readback]
 
 
 def effect(action: ActionRecord) -> str:
-    """Whether it helped; empty for what was never done."""
+    """Whether it helped; empty for an action that was never done."""
     if not is_done(action):
         return ""
     if action.outcome == "pending" and action.settle_until is not None:
@@ -57,6 +57,6 @@ def effect(action: ActionRecord) -> str:
 
 
 def brief(action: ActionRecord) -> str:
-    """Name, state and effect, as a list of them says it: `bf16_all done, helped`."""
+    """Name, state and effect in one line of a list: `bf16_all done, helped`."""
     parts = [f"{action.action} {state(action)}", effect(action)]
     return ", ".join(part for part in parts if part)

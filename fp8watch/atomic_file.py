@@ -1,8 +1,8 @@
 """Files that others read while they are written: a reader sees the old contents or the new, never a part of them.
 
-Written beside the file under a name of its own and renamed. Durable on top of that where the contents must outlive a
-machine that loses power (a halt, a ledger, an agent's number): then the data is synced before the rename, or the name
-could point to an empty file afterwards, and the folder after it, or the old name could come back.
+A file is written beside its target under a temporary name and renamed. Contents that must survive a loss of power (a
+halt, a ledger, an agent's number) are durable as well: the data is synced before the rename, or the name could point to
+an empty file afterwards, and the folder after it, or the old name could come back.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import BinaryIO
 
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
-"""What file systems answer that know no syncing of folders (some FUSE and SMB mounts): nothing more can be done."""
+"""Errors of file systems that cannot sync folders (some FUSE and SMB mounts): nothing more can be done there."""
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool, mode: int | None = None) -> None:
-    """`replacing` for contents that are at hand. Raises `OSError` as it does."""
+    """`replacing`, for contents that are already complete. Raises `OSError` likewise."""
     with replacing(path, durable=durable, mode=mode) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool, mode: int | None = None) -> Iterator[BinaryIO]:
-    """A file whose contents take the place of `path`, whose folder exists, when the block ends without an exception.
+    """A file whose contents replace `path` (in an existing folder) when the block ends without an exception.
 
-    On a disk then, if `durable`. `mode`: permissions of the new file; None: those of any new file under this process's
-    umask. Raises `OSError` with the old contents in place and nothing left beside them, as an exception of the block
-    does; only when the folder cannot be synced, which comes last, are the new contents there and may be lost with the
-    power.
+    `durable`: the contents are then on disk. `mode`: permissions of the new file; None: those of any new file under
+    this process's umask. After an `OSError`, or an exception in the block, the old contents are in place with nothing
+    left beside them. There is one exception: when the folder cannot be synced, which is the last step, the new contents
+    are there but may not survive a loss of power.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
-        # Not over a name that is there already: in a folder that others can write it may be a link to elsewhere.
+        # Not over an existing name: in a folder that others can write to, it may be a link to somewhere else.
         with open(partial, "xb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)

@@ -1,4 +1,4 @@
-"""`fp8watch`: the command line. Works without torch; what a sub-command needs is imported when it is called."""
+"""`fp8watch`: the command line. It works without torch; a sub-command's imports happen when it is called."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 import typer
 
 from fp8watch import __version__
-from fp8watch.errors import BadInput, Fp8watchError, OutputFailed
+from fp8watch.errors import EXIT_BAD_INPUT, EXIT_UNREACHABLE, BadInput, Fp8watchError, OutputFailed, Unreachable
 
 FIRST, RUNS, SERVICES = "Try it, check it, rehearse it", "Runs and what was done", "Services and metrics"
-"""What commands are shown under."""
+"""Headings under which `--help` lists the commands."""
 
 
 def build() -> typer.Typer:
@@ -51,24 +51,24 @@ def build() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point. Bad input is printed line by line and ends with 2."""
+    """Entry point. Bad input is printed line by line, with exit code 2."""
     try:
         build()(prog_name="fp8watch")
-    except BadInput as error:
+    except BadInput as error:  # what does not answer is reported in the same way
         for problem in error.problems:
             print(problem, file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_BAD_INPUT) from None
     except OutputFailed as error:
         raise SystemExit(_cut_off(error)) from None
     except Fp8watchError as error:
         print(f"fp8watch: {error}", file=sys.stderr)
         raise SystemExit(3) from None
-    except OSError as error:  # a disk that is full, a folder that went away
+    except OSError as error:  # a full disk, or a folder that has gone
         raise SystemExit(_cut_off(OutputFailed(error) if error.filename is None else error)) from None
 
 
 def _cut_off(error: Exception) -> int:
-    """Say why output ended early (not when the reader has had enough), and let nothing be written at exit."""
+    """Report why output ended early (unless the reader closed the pipe), and keep the exit from writing any more."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, OutputFailed) and error.is_unread:

@@ -20,9 +20,9 @@ def pack(values: npt.NDArray[Any], dtype: str, valid: npt.NDArray[np.bool_] | No
 
 
 def pack_raw(data: bytes, made_of: np.dtype[Any], dtype: str, bitmap: bytes | None) -> Column:
-    """`pack` of an array that is at hand as its bytes, which are taken as they are where their dtype is the column's.
+    """`pack` for an array that is already bytes, which are used as they are when their dtype is the column's.
 
-    `bitmap` is what `validity_bitmap` made of a validity, which several columns may share; None: all was observed.
+    `bitmap` comes from `validity_bitmap`, and several columns may share it; None: everything was observed.
     """
     wanted = _DTYPES[dtype]
     if made_of != wanted:
@@ -36,7 +36,7 @@ def _all_set(count: int) -> bytes:
 
 
 def validity_bitmap(valid: npt.NDArray[np.bool_]) -> bytes | None:
-    """`Column.valid` of these flags; None where all are set."""
+    """`Column.valid` for these flags; None where all are set."""
     found: bytes = np.packbits(valid, bitorder="little").tobytes()
     return None if found == _all_set(len(valid)) else found
 
@@ -44,16 +44,16 @@ def validity_bitmap(valid: npt.NDArray[np.bool_]) -> bytes | None:
 def spread(
     values: npt.NDArray[Any], valid: npt.NDArray[np.bool_], spots: npt.NDArray[np.intp], size: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """[size] with `values` and their validity at `spots`, nothing observed elsewhere."""
+    """[size] arrays with `values` and their validity at `spots`, and nothing observed elsewhere."""
     wide, known = np.zeros(size, dtype=values.dtype), np.zeros(size, dtype=np.bool_)
     wide[spots], known[spots] = values, valid
     return wide, known
 
 
 def unpack(column: Column) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """The values and which of them were observed, both of the column's length.
+    """The values, and which of them were observed, both of the column's length.
 
-    Raises `WireError` when data or bitmap do not fit each other.
+    Raises `WireError` when data and bitmap do not fit each other.
     """
     dtype = _DTYPES[column.dtype]
     if len(column.data) % dtype.itemsize:

@@ -13,18 +13,22 @@ class Fp8watchError(Exception):
 
 
 class BadInput(Fp8watchError):
-    """Something a person wrote is wrong; `problems` lists all of it as `file:line: field: reason`."""
+    """Something that a person wrote is wrong; `problems` lists everything as `file:line: field: reason`."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
 
 
-class Refused(BadInput, SystemExit):
-    """What `fp8watch.attach` raises for bad input; nothing has been started.
+class Unreachable(BadInput):
+    """What somebody named does not answer; nothing is known to be wrong with it."""
 
-    Nobody who catches it: the process ends with exit code 2 and the problems on stderr, as the command line does, and
-    without a traceback, for the mistake is not in the program. `except BadInput` and `except Exception` catch it.
+
+class Refused(BadInput, SystemExit):
+    """What `fp8watch.attach` raises for bad input, before anything is started.
+
+    Uncaught, it ends the process as the command line would: exit code 2 and the problems on stderr, without a
+    traceback, because the mistake is not in the program. `except BadInput` and `except Exception` catch it.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -33,11 +37,11 @@ class Refused(BadInput, SystemExit):
 
 
 class WrongArgument(Refused, TypeError):
-    """`Refused` for an argument of `fp8watch.attach` that is not what it should be: a `TypeError` as well."""
+    """`Refused` for an argument of `fp8watch.attach` of the wrong kind: a `TypeError` as well."""
 
 
 class OutputFailed(Fp8watchError):
-    """What was to be said cannot be written: the disk is full, or nobody reads on."""
+    """Output cannot be written: the disk is full, or nobody reads any more."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"standard output: {error.strerror or error}")
@@ -45,7 +49,7 @@ class OutputFailed(Fp8watchError):
 
 
 class WireError(Fp8watchError):
-    """A message that is malformed, too large or of a version nobody here reads."""
+    """A message that is malformed, too large, or of an unknown version."""
 
 
 class CheckpointError(Fp8watchError):
@@ -53,20 +57,20 @@ class CheckpointError(Fp8watchError):
 
 
 class ActionError(Fp8watchError):
-    """An action cannot be carried out, with the reason; nothing has been changed."""
+    """An action cannot be carried out, for the reason given; nothing has been changed."""
 
 
 class MissingDependency(Fp8watchError, ImportError):
-    """An optional package is needed and absent."""
+    """An optional package is needed and missing."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; pip install 'fp8watch[{extra}]'")
 
 
 class Halted(SystemExit):
-    """The run was stopped by policy: exit code 78 on all ranks, at one step boundary.
+    """The policy stopped the run: exit code 78 on all ranks, at one step boundary.
 
-    `attach` refuses the run until a person says `fp8watch runs release RUN`.
+    `attach` refuses the run until somebody calls `fp8watch runs release RUN`.
     """
 
     def __init__(self, reason: str) -> None:
@@ -78,9 +82,9 @@ class Halted(SystemExit):
 
 
 class RanksApart(Halted):
-    """Other ranks may have carried out a command that this one has not, and they cannot be asked any more.
+    """Other ranks may have carried out a command that this one has not, and can no longer be asked.
 
-    Exit code 85: to be restarted, all ranks together. Unlike a halt it needs nobody to release the run.
+    Exit code 85: restart all ranks together. Unlike after a halt, nobody has to release the run.
     """
 
     def __init__(self, reason: str) -> None:

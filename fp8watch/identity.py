@@ -1,8 +1,8 @@
-"""Who this process is: run name, rank and place, the same run name on all ranks of a job.
+"""Who this process is: run name, rank and place, with the same run name on all ranks of a job.
 
-An argument wins over `FP8WATCH_RUN`, that over the launcher's own name for the job, and where nothing names it a
-name is made from date and a random suffix. With several ranks and no name from the launcher, rank 0's is taken
-by all: over `torch.distributed` when it is initialised, else from what all ranks have in common.
+An argument wins over `FP8WATCH_RUN`, and that wins over the launcher's own name for the job. Without any of them a name
+is made from the date and a random suffix. With several ranks and no name from the launcher, all ranks use rank 0's:
+over `torch.distributed` when it is initialised, else derived from what all ranks have in common.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Identity:
     host: str = ""
     pid: int = 0
     origin: str = "made up"
-    """Where the run name comes from: argument, FP8WATCH_RUN, torchrun, kubeflow, slurm, rank 0, made up."""
+    """Source of the run name: argument, FP8WATCH_RUN, torchrun, kubeflow, slurm, rank 0, made up."""
 
 
 def sanitize(name: str) -> str:
@@ -47,9 +47,9 @@ def sanitize(name: str) -> str:
 def identify(
     run: str | None = None, configured: str | None = None, environ: Mapping[str, str] | None = None
 ) -> Identity:
-    """Find out who we are; `run` is the argument of attach, `configured` the setting `FP8WATCH_RUN`.
+    """The identity of this process; `run` is the argument of attach, `configured` the setting `FP8WATCH_RUN`.
 
-    With an initialised process group of several ranks and no name given this is a collective call.
+    With an initialised process group of several ranks and no name given, this is a collective call.
     """
     env = os.environ if environ is None else environ
     rank, local_rank, world_size, node_rank = _ranks(env)
@@ -74,9 +74,9 @@ def _number(env: Mapping[str, str], *names: str) -> int | None:
 
 
 def _ranks(env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """(rank, local_rank, world_size, node_rank) from torchrun's variables, else those of a Slurm step.
+    """(rank, local_rank, world_size, node_rank) from torchrun's variables, else from those of a Slurm step.
 
-    `SLURM_STEP_NUM_TASKS` and not `SLURM_NTASKS`: the latter is set in a batch script too, where one process runs.
+    `SLURM_STEP_NUM_TASKS`, not `SLURM_NTASKS`: the latter is also set in a batch script, where one process runs.
     """
     if _number(env, "WORLD_SIZE") is not None and _number(env, "RANK") is not None:
         world = _number(env, "WORLD_SIZE") or 1
@@ -101,7 +101,7 @@ def _name(run: str | None, configured: str | None, env: Mapping[str, str], world
     elastic = env.get("TORCHELASTIC_RUN_ID", "")
     if elastic and elastic != "none":
         return elastic, "torchrun"
-    # Kubeflow Trainer names the pods <trainjob>-node-<i>-<j>.<trainjob>; torchrun passes the address on.
+    # Kubeflow Trainer names its pods <trainjob>-node-<i>-<j>.<trainjob>, and torchrun passes the address on.
     address = env.get("PET_MASTER_ADDR", "")
     if "." in address:
         return address.split(".")[1], "kubeflow"

@@ -1,7 +1,7 @@
 """The metric catalogue: the one place where names, types, labels, units and help are written down.
 
-The exporter, the dashboards, the documentation and the tests read it. Naming follows the Prometheus
-conventions: base units, `_total` for counters, no unit prefixes, one quantity a metric.
+The exporter, the dashboards, the documentation and the tests read it. Naming follows the Prometheus conventions: base
+units, `_total` for counters, no unit prefixes, one quantity per metric.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Literal
 
 PREFIX = "fp8watch_"
 TENSOR_LABELS = ("run", "block", "layer", "tensor")
-"""`layer` is empty but for the worst K layers, so that the series stay within budget.
+"""`layer` is empty except for the worst K layers, so that the series stay within their budget.
 
-With an empty layer a series speaks of a block: gauges are the extreme over its layers, counters the sum. The worst
-layers have gauges besides, never counters, so that summing a counter counts every element once.
+A series with an empty layer describes a block: gauges are the extreme over its layers, counters the sum. The worst
+layers have gauges of their own but never counters, so that a sum over a counter counts every element once.
 """
 
 
@@ -77,15 +77,15 @@ CATALOGUE: tuple[Metric, ...] = (
            "run", "kind"),
     _gauge("tensor_shadow_error", "Relative error of the layer's forward GEMM against BF16 on the same input, at its "
            "last probe; the largest of the block where layer is empty.", *TENSOR_LABELS),
-    _gauge("tensor_scale_spread_log2", "Bits between the largest and the smallest scale of a tensor that has one a row "
-           "or block, in the last sampled step; the largest of the block where layer is empty.", *TENSOR_LABELS),
+    _gauge("tensor_scale_spread_log2", "Bits between the largest and the smallest scale of a tensor with one scale per "
+           "row or block, in the last sampled step; the largest of the block where layer is empty.", *TENSOR_LABELS),
     _gauge("optimizer_state_amax", "Largest magnitude in an FP8 moment of the optimizer.", "run", "moment"),
-    _gauge("optimizer_state_underflow_ratio", "Share of an FP8 moment's elements that are zero beside others that are "
+    _gauge("optimizer_state_underflow_ratio", "Share of an FP8 moment's elements that are zero although others are "
            "not: an upper bound of what underflowed.", "run", "moment", unit="ratio"),
-    _gauge("expected_ranks", "Ranks that the run has on all nodes together, as they say."),
+    _gauge("expected_ranks", "Number of ranks of the run on all nodes, as the ranks report it."),
     _gauge("run_state", "1 for the state a run is in: running, ended, lost, halted.", "run", "state"),
     _gauge("run_failed", "1 once a rank has left with an error in this attempt, else 0."),
-    _gauge("open_findings", "1 for what is found and not over. Where findings are judged there is a series with empty "
+    _gauge("open_findings", "1 for each open finding. The process that judges a run also has a series with empty "
            "detector and cause, always 0, so that a sum over a run is 0 and not absent.",
            "run", "detector", "cause", "severity"),
     _gauge("evaluation_score", "Evaluation score as recorded by the trainer.", "run", "task"),
@@ -94,9 +94,10 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("quantized_elements_total", "Elements cast to FP8 in sampled steps.", *TENSOR_LABELS),
     _counter("saturated_elements_total", "Elements clipped to the format's maximum in sampled steps.", *TENSOR_LABELS),
     _counter("underflowed_elements_total", "Non-zero elements that became zero in sampled steps.", *TENSOR_LABELS),
-    _counter("scaled_blocks_total", "Rows or blocks with a scale of their own, cast in sampled steps.",
+    _counter("scaled_blocks_total", "Rows or blocks with their own scale that were cast in sampled steps.",
              *TENSOR_LABELS),
-    _counter("clipped_blocks_total", "Those of them in which an element was clipped.", *TENSOR_LABELS),
+    _counter("clipped_blocks_total", "Rows or blocks with their own scale in which an element was clipped, in sampled "
+             "steps.", *TENSOR_LABELS),
     _counter("nonfinite_total", "Non-finite values seen, by quantity: loss, grad_norm, update_rms, parameter "
              "(steps); amax, scale (tensors); tensor (elements, in sampled steps).",
              "run", "quantity"),
@@ -111,16 +112,18 @@ CATALOGUE: tuple[Metric, ...] = (
              "run", "action", "outcome"),
     _counter("frames_dropped_total", "Frames that were lost, by reason.", "run", "reason"),
     _counter("frames_unseen_total", "Frames of finished steps that no detector saw, by reason: missing (lost on the "
-             "way, for whatever reason), late (after their step was judged), superseded, unannounced.",
+             "way, for whatever reason), late (after their step was judged), superseded, unannounced, "
+             "detectors_failed.",
              "run", "reason"),
     _counter("store_errors_total", "Writes to the store that failed.", "run"),
-    _counter("agent_series_dropped_total", "Series left out to stay within the series budget.", "run"),
-    _gauge("agent_redis_up", "1 while Redis takes what the node's agent sends; 0: it goes to the spool.", "node"),
-    _gauge("agent_spool_bytes", "What waits on the node's disk for Redis.", "node", unit="bytes"),
-    _counter("agent_spool_errors_total", "Entries that the disk did not take and that wait in memory.", "node"),
+    _counter("agent_series_dropped_total", "Series left out to stay within the series budget; with an empty run, "
+             "of what is not kept or shown at all.", "run"),
+    _gauge("agent_redis_up", "1 while Redis accepts what the node's agent sends; 0: it is spooled to disk.", "node"),
+    _gauge("agent_spool_bytes", "Bytes spooled on the node's disk until Redis accepts them.", "node", unit="bytes"),
+    _counter("agent_spool_errors_total", "Entries that could not be written to disk and wait in memory.", "node"),
     _counter("agent_redis_errors_total", "Calls to Redis that failed, by reason.", "node", "reason"),
-    _counter("agent_sent_total", "Messages that Redis has taken.", "node"),
-    _counter("agent_sent_bytes_total", "Bytes of the messages that Redis has taken.", "node", unit="bytes"),
+    _counter("agent_sent_total", "Messages that Redis has accepted.", "node"),
+    _counter("agent_sent_bytes_total", "Bytes of the messages that Redis has accepted.", "node", unit="bytes"),
     _counter("agent_replayed_total", "Messages sent from the spool after Redis was away.", "node"),
     _counter("agent_lost_total", "Messages that never reached Redis, by reason.", "node", "reason"),
     _gauge("gpu_observable", "1 when the node's GPUs are read through NVML; 0: nothing is known of them.", "node"),
@@ -132,19 +135,20 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("gpu_ecc_uncorrected_total", "Memory errors that could not be corrected.", "node", "gpu", "UUID"),
     _counter("gpu_xid_errors_total", "Critical errors reported by the driver, by XID number.",
              "node", "gpu", "UUID", "xid"),
-    _gauge("energy_per_token_joules", "Energy of this node's GPUs a token of the run, over the last minute.",
+    _gauge("energy_per_token_joules", "Energy used by this node's GPUs per token of the run, over the last minute.",
            "run", "node", unit="joules"),
-    _gauge("controller_active", "1 on the controller that decides, 0 on one that stands by.", "holder"),
+    _gauge("controller_active", "1 on the active controller, 0 on a standby.", "holder"),
     _gauge("controller_term", "Term of the lease that the controller holds or saw last.", "holder"),
-    _counter("controller_takeovers_total", "Times it became the active one.", "holder"),
+    _counter("controller_takeovers_total", "Times this controller became the active one.", "holder"),
     _counter("controller_redis_errors_total", "Calls to Redis that failed, by reason.", "holder", "reason"),
-    _counter("controller_entries_total", "Messages of agents taken in."),
-    _counter("controller_entries_refused_total", "Messages of agents that were not taken in, by reason.",
+    _counter("controller_entries_total", "Messages of agents processed."),
+    _counter("controller_entries_refused_total", "Messages of agents refused, by reason.",
              "run", "reason"),
-    _counter("controller_claimed_total", "Messages that another controller had read and not finished."),
-    _counter("controller_groups_recreated_total", "Times the consumer group was gone and was made anew."),
-    _gauge("controller_lag_entries", "Messages that wait in Redis to be read."),
-    _gauge("controller_delay_seconds", "From the time a frame was made to when it was judged, the last one.",
+    _counter("controller_set_aside_total", "Times the run could not be processed and was set aside for a while."),
+    _counter("controller_claimed_total", "Messages that another controller had read but not finished."),
+    _counter("controller_groups_recreated_total", "Times the consumer group had disappeared and was recreated."),
+    _gauge("controller_lag_entries", "Messages in Redis not yet read by the controller."),
+    _gauge("controller_delay_seconds", "Time between the creation of a frame and its judgement, for the latest frame.",
            unit="seconds"),
     Metric(name=PREFIX + "headroom_log2", kind="histogram", labels=("run", "tensor"),
            help="Head-room of every tensor in every step, in powers of two."),

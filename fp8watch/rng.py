@@ -1,6 +1,6 @@
 """Snapshots of the host's random generators (torch, Python, numpy) as tensors and plain values.
 
-Reading one draws no number. The form is what `torch.load(weights_only=True)` accepts.
+Taking one draws no number. `torch.load(weights_only=True)` accepts its form.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def snapshot() -> State:
 
 
 def restore(state: State) -> None:
-    """Put the generators back to a snapshot, also one that has been through a checkpoint."""
+    """Reset the generators to a snapshot, also to one that has been through a checkpoint."""
     torch.set_rng_state(state["torch"])
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))

@@ -1,15 +1,15 @@
-"""How a run is, in a person's words: the same in listings and on the console. Records keep their own for programs."""
+"""The state of a run in plain words: the same in listings and on the console. Records keep their own for programs."""
 
 from __future__ import annotations
 
 from fp8watch.records import RunRecord
 
 _ORDINARY = frozenset({"", "end"})
-"""Reasons that say no more than the state does: the training reached its end."""
+"""Reasons that add nothing to the state: the training reached its end."""
 
 
 def reason(record: RunRecord) -> str:
-    """Why it is in its state; empty where the state says it all."""
+    """Why the run is in its state; empty where the state says everything."""
     return "" if record.reason in _ORDINARY else record.reason
 
 

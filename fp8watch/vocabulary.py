@@ -16,8 +16,8 @@ ACTIONS = (
     "repair_scale", "bf16_layers", "bf16_all", "checkpoint_now", "checkpoint_cadence", "recheck", "rollback", "halt",
 )  # fmt: skip
 MAX_SKIP_BATCHES = 10_000
-"""Batches that a rollback may leave out, whatever adds up to them. PaLM left out 200 to 500 (arXiv 2204.02311, 5.1).
-A loader without indices has to read what is left out, on every rank, before the next step."""
+"""Most batches that a rollback may leave out in all. PaLM left out 200 to 500 (arXiv 2204.02311, 5.1). A loader without
+indices has to read what is left out, on every rank, before the next step."""
 DETECTORS = (
     "nonfinite", "scale_frozen", "saturation", "underflow", "amax_jump", "amax_drift", "crest", "loss_spike",
     "grad_spike", "divergence", "stuck", "update_rms", "attention_logit", "kurtosis", "zero_grad", "rank_mismatch",

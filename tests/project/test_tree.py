@@ -1,4 +1,4 @@
-"""The tree keeps the house rules that a linter does not know."""
+"""The tree keeps the house rules that a linter does not check."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_case_named_by_a_test_is_spelled_like_one() -> None:
 
 
 def test_no_two_areas_of_the_tests_have_a_module_of_one_name():
-    """pytest puts every area on the path: the first one that is imported would stand for both."""
+    """pytest puts every area on the path, so the first one imported would replace the other."""
     names = [
         path.stem
         for path in (ROOT / "tests").glob("*/*")

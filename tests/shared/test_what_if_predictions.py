@@ -1,4 +1,4 @@
-"""What amax alone tells of other recipes, and when a candidate is worth having."""
+"""What amax alone predicts for other recipes, and when a candidate is worth having."""
 
 from __future__ import annotations
 

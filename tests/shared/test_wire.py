@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from fp8watch import columns, wire
+from fp8watch import bounds, columns, wire
 from fp8watch.errors import WireError
 from fp8watch.records import Command, Evaluation, Goodbye, StepFrame
 
@@ -16,9 +16,9 @@ scalars = st.dictionaries(st.text(max_size=12), st.floats(allow_nan=False), max_
 frames = st.builds(
     StepFrame,
     run=st.text(min_size=1, max_size=20),
-    attempt=st.integers(0, 2**31),
-    rank=st.integers(0, 2**20),
-    step=st.integers(0, 2**50),
+    attempt=st.integers(0, 2**31 - 1),
+    rank=st.integers(0, bounds.MAX_WORLD_SIZE - 1),
+    step=st.integers(0, bounds.LARGEST_SENT),
     layout_id=st.integers(0, 2**31),
     time_unix=st.floats(0, 4e9),
     scalars=scalars,
