@@ -17,6 +17,7 @@ Key = tuple[str, str, int, int]
 """Id, verb, attempt and sequence of a command: what two ranks hold under one key is the same command."""
 STATUS = 6
 """Index of the status in an answer."""
+READBACK = 7
 
 
 def judge(sequence: Sequence, out: Path, ranks: int) -> dict[str, Any]:
@@ -49,12 +50,21 @@ def judge(sequence: Sequence, out: Path, ranks: int) -> dict[str, Any]:
     why += [f"{len(slow)} commands took more than {MAX_STEPS} steps"] if slow else []
     why += [f"{name} was known to all ranks and not ruled on" for name in row.pop("forgotten")]
     why += [f"{name} was never answered by a rank that held it" for name in row.pop("unanswered")]
-    parts = ("log", "asked", "held", "answers", "ended")
+    parts = ("log", "asked", "held", "ended")
     return {
         **row, "pass": not why, "why": "; ".join(why[:1]),
-        "_decisions": _digest([[last[part] for part in parts] for last in lasts]),
+        "_decisions": _digest([[*(last[part] for part in parts), *_told(last["answers"])] for last in lasts]),
         "_parameters": _digest([rank[:-1] for rank in lines]),
     }  # fmt: skip
+
+
+def _told(answers: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """What was answered at each boundary, and what the read-backs came to.
+
+    A save is read back by a thread: at which boundary that has ended depends on the disk, what it came to does not.
+    """
+    at_once = [answer for answer in answers if answer[READBACK] == "pending"]
+    return at_once, sorted(answer[1:] for answer in answers if answer[READBACK] != "pending")
 
 
 def _differences(lines: list[list[dict[str, Any]]]) -> Iterable[str]:

@@ -141,7 +141,7 @@ def test_the_server_holds_no_key_and_cannot_approve(served: Served) -> None:
     for who, keys in (("console", {}), ("person", {"FP8WATCH_APPROVAL_KEY": KEY})):
         subprocess.run(command, env=environment | keys, check=True, capture_output=True, timeout=60)
         with contextlib.closing(SqliteStore(store)) as db:
-            counted[who] = len(approvals.sort(db.approvals("waiting-run"), ring, set())[0])
+            counted[who] = len(approvals.sort(db.approvals("waiting-run"), {"w1": action}, ring, set())[0])
     assert counted == {"console": 0, "person": 1}
 
 
