@@ -220,14 +220,14 @@ FAULTS: dict[str, Fault] = {
     "agent-frozen": Fault(begin=_agent("freeze"), end=_agent("thaw"), metric="up"),
     "agent-cut-off": Fault(begin=_cut("agent"), end=_join("agent"), scene="network", metric=ERRORS, line=SPOOLED),
     "agent-cut-off-long": Fault(begin=_cut("agent"), end=_join("agent"), scene="network", where="a", repeats=1,
-                                metric='fp8watch_run_state{run="r",state="running"}', line="n0 is gone, and ranks",
+                                metric='fp8watch_run_state{run="r",state="running"}', line="n0 is gone, so ranks",
                                 least_seconds=32.0),
     "controller-killed": Fault(begin=_controller("a", "kill"), end=_controller_again, repeats=1, **TAKEOVER),  # type: ignore[arg-type]
     "controller-frozen": Fault(begin=_controller("a", "freeze"), end=_controller("a", "thaw"), repeats=1, **TAKEOVER),  # type: ignore[arg-type]
     "controller-cut-off": Fault(begin=_cut("a"), end=_join("a"), scene="network", repeats=1, **TAKEOVER),  # type: ignore[arg-type]
     "controllers-cut-off": Fault(begin=_cut("a", "b"), end=_join("a", "b"), scene="network", where="a", repeats=1,
                                  least_seconds=14.0, metric="fp8watch_controller_redis_errors_total",
-                                 line="deciding waits"),
+                                 line="decisions are on hold"),
     "spool-disk-full": Fault(begin=_fill_and_kill_redis, end=_empty_and_start_redis, scene="disk",
                              metric="fp8watch_agent_spool_errors_total", line="holding the newest in memory"),
     "store-disk-full": Fault(begin=_fill, end=_empty, scene="embedded", metric="fp8watch_store_errors_total",
