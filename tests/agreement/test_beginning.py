@@ -61,17 +61,17 @@ def test_all_begin_or_none_does(store):
 
 
 def test_a_rank_that_does_not_come_is_waited_for_once_and_finds_the_decision_when_it_does(monkeypatch):
-    monkeypatch.setattr(meeting, "BEGIN_SECONDS", 0.4)
+    monkeypatch.setattr(meeting, "BEGIN_SECONDS", 1.5)
     monkeypatch.setattr(meeting, "IMPATIENT_SECONDS", 0.1)
     here = ranks(dist.HashStore(), 3)
     said = together([lambda p=p: p.all_begin("0/5/1", "") for p in here[:2]])
-    assert said == ["not all ranks came to it within 0.4 s"] * 2
+    assert said == ["not all ranks came to it within 1.5 s"] * 2
     assert here[2].all_begin("0/5/1", "") == said[0]  # too late, and it does not begin alone
     began = time.monotonic()
     assert "0.1 s" in here[0].all_begin("0/10/1", "")
-    assert time.monotonic() - began < 0.35
+    assert time.monotonic() - began < 1.2
     assert together([lambda p=p: p.all_begin("0/15/1", "") for p in here]) == ["", "", ""]
-    assert "0.4 s" in here[0].all_begin("0/20/1", "")
+    assert "1.5 s" in here[0].all_begin("0/20/1", "")
 
 
 def test_a_store_that_is_gone_is_a_reason_not_to_begin():
