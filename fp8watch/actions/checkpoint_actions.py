@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.in_force import InForce
 from fp8watch.checkpoints import manifest
 from fp8watch.checkpoints.aside import later
 from fp8watch.checkpoints.files import verify
@@ -116,9 +116,7 @@ class CheckpointCadence(_CheckpointAction):
 
     def __init__(self, context: ActionContext) -> None:
         super().__init__(context)
-        self._in_force: dict[int, int] = {}
-        """Number of an action -> its cadence, in the order in which they were applied."""
-        self._numbers = itertools.count(1)
+        self._cadences: InForce[int | None] = InForce()
         self._users_own: int | None = None
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
@@ -126,10 +124,9 @@ class CheckpointCadence(_CheckpointAction):
         every = read.whole(params, "every", at_least=1)
         manager = self._manager()
         before = manager.every
-        if not self._in_force:
+        if not self._cadences:
             self._users_own = before
-        number = next(self._numbers)
-        self._in_force[number] = every
+        number = self._cadences.add(every)
         manager.set_every(every)
         return Applied(step=step, params=params, before={"every": before}, expected={"every": every, "number": number})
 
@@ -140,14 +137,11 @@ class CheckpointCadence(_CheckpointAction):
 
     def revert(self, applied: Applied) -> None:
         """Take this cadence away: the latest of the others applies, or without any the user's own."""
-        if self._in_force.pop(applied.expected["number"], None) is not None:
-            self._manager().set_every(self._remaining())
+        if self._cadences.remove(applied.expected["number"]):
+            self._manager().set_every(self._cadences.latest(self._users_own))
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
         """Whether the cadence is the one that remains."""
-        every, wanted = self._manager().every, self._remaining()
-        is_back = every == wanted and applied.expected["number"] not in self._in_force
+        every, wanted = self._manager().every, self._cadences.latest(self._users_own)
+        is_back = every == wanted and applied.expected["number"] not in self._cadences
         return ReadBack(ok=is_back, observed={"every": every}, detail="" if is_back else f"the cadence is {every}")
-
-    def _remaining(self) -> int | None:
-        return next(reversed(self._in_force.values()), self._users_own)

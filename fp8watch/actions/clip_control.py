@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fp8watch.actions.stages import SharedNorm, Stages, combine_norms
 from fp8watch.actions.tensor_clip import TensorClip
-from fp8watch.checkpoints.sharding import is_sharded
+from fp8watch.checkpoints.sharding import is_sharded, local_of
 
 CLIP_WINDOW = 300
 """Steps over which the share of clipped steps is taken: if that is above 5 %, clipping stalls the training."""
@@ -96,8 +96,7 @@ def wants_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def local_values(gradient: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a gradient: the stored values of a sparse one, the shard of a DTensor, else itself."""
-    sharded: Any = gradient
-    held: torch.Tensor = sharded.to_local() if is_sharded(gradient) else gradient
+    held = local_of(gradient)
     return held.coalesce().values() if held.is_sparse else held
 
 

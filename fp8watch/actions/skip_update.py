@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.in_force import InForce
 from fp8watch.errors import ActionError
 
 
@@ -18,9 +18,8 @@ class SkipUpdate:
 
     def __init__(self, context: ActionContext) -> None:
         self._guard = context.skip
-        self._in_force: dict[str, int] = {}
-        """Reason under which an action has armed the guard -> its `max_consecutive`, in the order of applying."""
-        self._numbers = itertools.count(1)
+        self._limits: InForce[int] = InForce()
+        """`max_consecutive` of the actions that have armed the guard: the latest applies."""
         self._policys_own = self._guard.max_in_a_row
 
     def unavailable(self) -> str | None:
@@ -31,19 +30,18 @@ class SkipUpdate:
         """See `Action`."""
         if reason := self.unavailable():
             raise ActionError(reason)
-        if not self._in_force:
+        if not self._limits:
             self._policys_own = self._guard.max_in_a_row
         limit = read.whole(params, "max_consecutive", self._guard.max_in_a_row, at_least=1)
         before = {"max_consecutive": self._guard.max_in_a_row, "was_armed": self._guard.is_armed}
-        reason = f"{self.name}:{next(self._numbers)}"
-        self._in_force[reason] = limit
+        number = self._limits.add(limit)
         self._guard.max_in_a_row = limit
-        self._guard.arm(reason)
+        self._guard.arm(self._reason(number))
         return Applied(
             step=step,
             params=params,
             before=before,
-            expected={"max_consecutive": limit, "reason": reason, "after_question": self._guard.consulted},
+            expected={"max_consecutive": limit, "number": number, "after_question": self._guard.consulted},
         )
 
     def read_back(self, applied: Applied) -> ReadBack:
@@ -59,13 +57,16 @@ class SkipUpdate:
 
     def revert(self, applied: Applied) -> None:
         """Drop this reason to guard; those of other actions and of the policy remain, and the latest one's limit."""
-        reason = applied.expected["reason"]
-        if self._in_force.pop(reason, None) is not None:
-            self._guard.disarm(reason)
-            self._guard.max_in_a_row = next(reversed(self._in_force.values()), self._policys_own)
+        number = applied.expected["number"]
+        if self._limits.remove(number):
+            self._guard.disarm(self._reason(number))
+            self._guard.max_in_a_row = self._limits.latest(self._policys_own)
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
         """Whether the guard no longer has this reason."""
-        is_gone = applied.expected["reason"] not in self._guard.reasons
+        is_gone = self._reason(applied.expected["number"]) not in self._guard.reasons
         observed = {"armed": self._guard.is_armed}
         return ReadBack(ok=is_gone, observed=observed, detail="" if is_gone else "the guard is still armed for it")
+
+    def _reason(self, number: int) -> str:
+        return f"{self.name}:{number}"

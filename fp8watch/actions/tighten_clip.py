@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from typing import Any
@@ -11,6 +10,7 @@ from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.clip_control import wants_closure
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.in_force import InForce
 from fp8watch.actions.skip_guard import CLOSURE
 from fp8watch.actions.tensor_clip import TensorClip
 from fp8watch.checkpoints.sharding import is_sharded
@@ -35,9 +35,8 @@ class TightenClip:
         self._clip = context.clip
         self._skip = context.skip
         self._optimizer = context.optimizer
-        self._limits: dict[int, float] = {}
-        """Limits of the actions that are in force, by the number of each: the lowest applies."""
-        self._numbers = itertools.count(1)
+        self._limits: InForce[float] = InForce()
+        """Limits of the actions that are in force: the lowest applies."""
 
     def _why_not_single(self) -> str | None:
         if any(is_sharded(p) for group in self._optimizer.param_groups for p in group["params"]):
@@ -67,8 +66,7 @@ class TightenClip:
             raise ActionError("a limit of 0 stops training; halt instead")
         if in_force is not None and limit >= in_force:
             raise ActionError(f"a limit of {limit:g} is not below the one in force, {in_force:g}")
-        number = next(self._numbers)
-        self._limits[number] = limit
+        number = self._limits.add(limit)
         self._hold_lowest()
         return Applied(
             step=step,
@@ -77,8 +75,11 @@ class TightenClip:
             expected={"limit": limit, "number": number, "after_clip": self._clip.calls},
         )
 
+    def _lowest(self) -> float | None:
+        return min(self._limits.values, default=None)
+
     def _hold_lowest(self) -> None:
-        self._clip.set_limit(min(self._limits.values(), default=None))
+        self._clip.set_limit(self._lowest())
         if self._limits:
             self._skip.arm(self.name)
         else:
@@ -155,7 +156,7 @@ class TightenClip:
                 self._clip.tensors = None
                 self._skip.disarm(SINGLE)
             return
-        if self._limits.pop(applied.expected["number"], None) is not None:
+        if self._limits.remove(applied.expected["number"]):
             self._hold_lowest()
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
@@ -164,8 +165,8 @@ class TightenClip:
             mine = self._clip.tensors
             is_gone = mine is None or mine.number != applied.expected["begun"]
             return ReadBack(ok=is_gone, detail="" if is_gone else "single tensors are still limited")
-        limit, rest = applied.expected["limit"], min(self._limits.values(), default=None)
+        limit = applied.expected["limit"]
         observed = {"limit": self._clip.limit}
-        if self._clip.limit != rest or applied.expected["number"] in self._limits:
+        if self._clip.limit != self._lowest() or applied.expected["number"] in self._limits:
             return ReadBack(ok=False, observed=observed, detail=f"the limit of {limit:g} is still in force")
         return ReadBack(ok=True, observed=observed)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from fp8watch.capture.te.source import TeSource
 
 QUIET = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
 
@@ -24,3 +27,17 @@ def _asynchronous() -> Iterator[None]:
     yield
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def watching() -> Iterator[Any]:
+    """Makes sources of Transformer Engine's models, which leave at the test's end."""
+    made: list[TeSource] = []
+
+    def watch(model: torch.nn.Module) -> TeSource:
+        made.append(TeSource(model))
+        return made[-1]
+
+    yield watch
+    for source in made:
+        source.detach()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,6 @@ def column(source: TeSource, reading: Any, name: str, key: str = "amax") -> floa
 
 def names(source: TeSource, reading: Any) -> list[str]:
     return [c.name for c, seen in zip(source.columns(), reading.validity("amax").tolist(), strict=True) if seen]
-
-
-@pytest.fixture
-def watching() -> Iterator[Any]:
-    made: list[TeSource] = []
-
-    def watch(model: torch.nn.Module) -> TeSource:
-        made.append(TeSource(model))
-        return made[-1]
-
-    yield watch
-    for source in made:
-        source.detach()
 
 
 def amax(tensor: torch.Tensor) -> float:

@@ -5,7 +5,6 @@ python -m pytest tests/gpu/test_gpu_te_mixed.py -m gpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,19 +23,6 @@ from fp8watch.capture.te.gemm_tap import gemm_tap  # noqa: E402
 from fp8watch.capture.te.source import TeSource  # noqa: E402
 
 BF16 = {"params_dtype": torch.bfloat16}
-
-
-@pytest.fixture
-def watching() -> Iterator[Any]:
-    made: list[TeSource] = []
-
-    def watch(model: torch.nn.Module) -> TeSource:
-        made.append(TeSource(model))
-        return made[-1]
-
-    yield watch
-    for source in made:
-        source.detach()
 
 
 def batch(*shape: int, seed: int = 0, factor: float = 1.0) -> torch.Tensor:
