@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from threaded_ranks import at_once
 
 from fp8watch.errors import CheckpointError
 from fp8watch.training.agreement import peers as meeting
@@ -25,23 +24,6 @@ def ranks(store: Any, count: int) -> list[Peers]:
     return [Peers(dist.PrefixStore("ours", client), rank, count) for rank, client in enumerate(clients)]
 
 
-def together(acts: list[Callable[[], Any]]) -> list[Any]:
-    found: list[Any] = [None] * len(acts)
-
-    def run(index: int) -> None:
-        try:
-            found[index] = acts[index]()
-        except Exception as error:
-            found[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(acts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
-
-
 @pytest.fixture(params=["hash", "file", "tcp"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if request.param == "hash":
@@ -53,24 +35,24 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_all_begin_or_none_does(store):
     here = ranks(store, 3)
-    assert together([lambda p=p: p.all_begin("0/5/1", "") for p in here]) == ["", "", ""]
+    assert at_once([lambda p=p: p.all_begin("0/5/1", "") for p in here]) == ["", "", ""]
     cannot = ["", "disk full", ""]
-    said = together([lambda p=p, why=why: p.all_begin("0/10/1", why) for p, why in zip(here, cannot, strict=True)])
+    said = at_once([lambda p=p, why=why: p.all_begin("0/10/1", why) for p, why in zip(here, cannot, strict=True)])
     assert said == ["rank 1: disk full"] * 3
-    assert together([lambda p=p: p.all_begin("0/15/1", "") for p in here]) == ["", "", ""]
+    assert at_once([lambda p=p: p.all_begin("0/15/1", "") for p in here]) == ["", "", ""]
 
 
 def test_a_rank_that_does_not_come_is_waited_for_once_and_finds_the_decision_when_it_does(monkeypatch):
     monkeypatch.setattr(meeting, "BEGIN_SECONDS", 1.5)
     monkeypatch.setattr(meeting, "IMPATIENT_SECONDS", 0.1)
     here = ranks(dist.HashStore(), 3)
-    said = together([lambda p=p: p.all_begin("0/5/1", "") for p in here[:2]])
+    said = at_once([lambda p=p: p.all_begin("0/5/1", "") for p in here[:2]])
     assert said == ["not all ranks came to it within 1.5 s"] * 2
     assert here[2].all_begin("0/5/1", "") == said[0]  # too late, and it does not begin alone
     began = time.monotonic()
     assert "0.1 s" in here[0].all_begin("0/10/1", "")
     assert time.monotonic() - began < 1.2
-    assert together([lambda p=p: p.all_begin("0/15/1", "") for p in here]) == ["", "", ""]
+    assert at_once([lambda p=p: p.all_begin("0/15/1", "") for p in here]) == ["", "", ""]
     assert "1.5 s" in here[0].all_begin("0/20/1", "")
 
 
@@ -99,7 +81,7 @@ def test_ranks_resume_nothing_when_one_cannot_use_the_checkpoints():
 
     here = ranks(dist.HashStore(), 2)
     manager: Any = Manager()
-    first, second = together(
+    first, second = at_once(
         [
             lambda: refuse_together(here[0], "another run saves there", 10.0),
             lambda: resume_together(manager, here[1], 0, 10.0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import pytest
 from plain_run import PlainRun
 from ranked_runs import Ranks, name_of
+from threaded_ranks import at_once
 
 from fp8watch.checkpoints import dcp, manifest, storage, together
 from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.checkpoints.place import Place
 from fp8watch.checkpoints.storage import Poll, Prepared
 from fp8watch.errors import CheckpointError
-
-Act = Callable[[], Any]
 
 
 class Table:
@@ -49,24 +47,6 @@ class _Seat:
 
     def declined(self) -> str:
         return self._table.said
-
-
-def at_once(acts: list[Act]) -> list[Any]:
-    """What each came to, or what it raised."""
-    found: list[Any] = [None] * len(acts)
-
-    def run(index: int) -> None:
-        try:
-            found[index] = acts[index]()
-        except Exception as error:
-            found[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(acts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
 
 
 @pytest.fixture
