@@ -194,19 +194,21 @@ class Rollback:
         """What the replay would run under, with the changes: equal for two rollbacks of which the second would only
         repeat the first. What a change sets to a value of its own counts as that value, whatever is in force now."""
         context = self._context
-        changes = {change["action"]: dict(change.get("params") or {}) for change in params.get("changes") or []}
+        changes = [(change["action"], dict(change.get("params") or {})) for change in params.get("changes") or []]
+        names = {name for name, _ in changes}
         held = {module for modules in context.high_precision.values() for module in modules}
-        if "bf16_all" in changes:
+        if "bf16_all" in names:
             held = set(context.controls.modules()) if context.controls is not None else set()
-        held |= set(map(str, changes.get("bf16_layers", {}).get("layers") or ()))
-        limit = changes.get("tighten_clip", {}).get("max_norm") or context.clip.limit
+        held |= {str(layer) for name, given in changes if name == "bf16_layers" for layer in given.get("layers") or ()}
+        limits = [given["max_norm"] for name, given in changes if name == "tighten_clip" and given.get("max_norm")]
+        limit = limits[-1] if limits else context.clip.limit
         # A rule is known by what it does; when it began only says how often this was tried.
         rules = {f"{key.partition(':')[0]} {_unbegun(rule)}" for key, rule in context.lr.rules.items()}
-        if "rewarm" in changes or changes.get("hold_lr", {}).get("to_lr") is not None:
-            rules = {rule for rule in rules if rule.partition(" ")[0] not in changes}
+        if "rewarm" in names or any(name == "hold_lr" and given.get("to_lr") is not None for name, given in changes):
+            rules = {rule for rule in rules if rule.partition(" ")[0] not in names}
         margin = None if context.controls is None else context.controls.margin()
         single = None if context.clip.tensors is None else context.clip.tensors.ratio
-        wanted = sorted((name, sorted(given.items())) for name, given in changes.items() if name not in _BF16)
+        wanted = sorted((name, sorted(given.items())) for name, given in changes if name not in _BF16)
         content = repr((sorted(held), limit, single, margin, sorted(rules), wanted))
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 

@@ -61,6 +61,15 @@ def test_the_same_changes_make_no_difference_the_second_time(tmp_path: Path, cha
         assert run.apply("rollback", checkpoint=target, changes=[change]).expected["step"] == 10
 
 
+def test_the_same_change_for_one_more_layer_makes_a_difference(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    target = first_checkpoint(run)
+    one, other = ({"action": "bf16_layers", "params": {"layers": [layer]}} for layer in ("3", "0"))
+    run.apply("rollback", checkpoint=target, changes=[one])
+    run.run(2)
+    assert run.apply("rollback", checkpoint=target, changes=[other, one]).expected["step"] == 10
+
+
 def test_an_update_that_the_scaler_leaves_out_is_no_sign_of_a_lost_step(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     run = trained(tmp_path, scaler=scaler)
