@@ -1,1 +1,1 @@
-"""The process beside the training ranks: receives frames, reduces them, exports metrics, runs the controller."""
+"""The agent: a process beside the training ranks that receives frames, exports metrics and runs the controller."""

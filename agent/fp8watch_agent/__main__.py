@@ -1,4 +1,4 @@
-"""`python -m fp8watch_agent`: what a training process starts in the background."""
+"""`python -m fp8watch_agent`: how a training process starts an embedded agent."""
 
 from __future__ import annotations
 

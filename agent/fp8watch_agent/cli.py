@@ -1,7 +1,7 @@
 """`fp8watch agent`: one process that receives frames, exports metrics and runs the controller.
 
-With `--embedded` it belongs to one run and ends with it; that is how a training process starts it. Without, it
-stays and serves every run that connects. With `--redis` it decides nothing: it forwards to the cluster's controller.
+With `--embedded` a training process starts it for one run, and it ends with that run. Without, it stays and serves
+every run that connects. With `--redis` it makes no decisions and forwards frames to the cluster's controller.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One rank's connection: bytes in, messages out, and what does not belong there counted by reason.
+"""The connection of one rank: decodes its messages and counts, by reason, those that it drops.
 
-The first message must be a hello; it binds the connection to a run and rank. A stream whose lengths make no
-sense is closed; a single body that cannot be decoded is dropped and the stream goes on.
+The first message must be a hello, which binds the connection to a run and rank. A frame with an impossible length
+closes the connection. A message that cannot be decoded is dropped, and reading continues.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fp8watch_agent.lifecycle import RankKey
 logger = logging.getLogger(__name__)
 READ_BYTES = 256 * 1024
 MAX_UNREAD_BYTES = 8 * 1024 * 1024
-"""Replies a rank may leave unread before its connection is given up."""
+"""Bytes of replies that a rank may leave unread before its connection is closed."""
 
 
 class Connection:
-    """`drop(run, reason)` is told of every message that is not passed on."""
+    """Calls `drop(run, reason)` for every message that it does not pass on."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, drop: Callable[[str | None, str], None]
@@ -32,12 +32,12 @@ class Connection:
         self._drop = drop
         self._splitter = wire.Splitter()
         self.key: RankKey | None = None
-        """Run and rank, once a hello has come."""
+        """Run and rank; None before the hello."""
         self.pid = 0
-        """The rank's process."""
+        """Process ID of the rank."""
 
     async def read(self) -> list[Message] | None:
-        """The messages in what arrives next; None at the end of the stream."""
+        """Wait for data and return the messages in it; None at the end of the stream."""
         try:
             data = await self._reader.read(READ_BYTES)
         except (ConnectionError, OSError) as error:
@@ -45,7 +45,7 @@ class Connection:
             return None
         if not data:
             return None
-        # Buffered bytes are returned without a pause: let others have their turn.
+        # A read of buffered bytes does not yield to the event loop.
         await asyncio.sleep(0)
         messages: list[Message] = []
         try:
@@ -57,7 +57,7 @@ class Connection:
         return messages
 
     def send(self, reply: Reply) -> None:
-        """Queue a reply; a rank that reads none of them is cut off."""
+        """Queue a reply. A rank that does not read its replies is disconnected."""
         if self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
@@ -70,7 +70,7 @@ class Connection:
             logger.warning("reply to %s dropped: %s", self.key, error)
 
     def close(self, *, is_flushed: bool = False) -> None:
-        """Close at once; what could not be written is lost unless it `is_flushed` first."""
+        """Close the connection. Unsent replies are lost unless `is_flushed`."""
         if is_flushed:
             self._writer.close()
         else:
@@ -102,7 +102,7 @@ class Connection:
         yield message
 
     def _turn_away(self, hello: Hello) -> None:
-        """Say to a rank that is not understood why nobody watches it; it tries again, perhaps with a newer agent."""
+        """Tell a rank with another wire version why it is not watched. It tries again, perhaps with a newer agent."""
         warning = (
             f"rank {hello.rank} of run {hello.run} speaks wire version {hello.wire_version}, this node's agent reads "
             f"{sorted(wire.READABLE_VERSIONS)}: it is not watched until one of them is upgraded"

@@ -1,8 +1,8 @@
-"""The thread that reads what the controller sends for the runs of this node.
+"""The thread that reads the controller's commands and verdicts on checkpoints from Redis.
 
-A reader of its own, from the start of each run's stream: an agent that was restarted hears again what it may have
-missed, and ranks know what they have had by its number. `deliver` gets every reply once; those for an earlier start of
-the run are among them, and `fp8watch_agent.node_session` lets them go.
+It reads each run's stream from the start, without a consumer group. A restarted agent therefore reads again what it may
+have missed, and ranks recognise repeated commands by their sequence number. `deliver` also gets replies for an earlier
+start of the run; `fp8watch_agent.node_session` drops them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fp8watch.security import Verifier
 logger = logging.getLogger(__name__)
 MAX_RETRY_SECONDS = 2.0
 POLL_SECONDS = 0.1
-"""Between looks where streams of several runs cannot be read in one call (Redis Cluster), and without runs."""
+"""Pause between reads without runs, and on Redis Cluster, where one call cannot read the streams of several runs."""
 COUNT = 256
 
 
 class DownlinkThread(threading.Thread):
-    """Owns one connection. `deliver` is called on this thread."""
+    """Owns one connection to Redis. Calls `deliver` on this thread."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class DownlinkThread(threading.Thread):
         node: str,
         on_contest: Callable[[str, Contest | None], None],
     ) -> None:
-        """`verifier` None: nothing is passed on, for nobody could tell a command from a forged one. `on_contest` is
-        called on this thread while the controller refuses this node's part of a run, and once (None) when it does not
-        any more."""
+        """Without a `verifier` nothing is delivered, because a forged command could not be recognised. `on_contest` is
+        called on this thread while the controller refuses this node's part of a run, and once with None when it
+        stops."""
         super().__init__(name="fp8watch-downlink", daemon=True)
         self._link = link
         self._redis: Any = link.client
@@ -60,15 +60,15 @@ class DownlinkThread(threading.Thread):
         self._is_away = False
 
     def follow(self, run: str) -> None:
-        """Read a run's commands from now on, from the first that is kept."""
+        """Read a run's stream from its oldest entry on."""
         self._positions = {**self._positions, run: self._positions.get(run, "0-0")}
 
     def leave(self, run: str) -> None:
-        """Read a run's commands no longer."""
+        """Stop reading a run's stream."""
         self._positions = {name: at for name, at in self._positions.items() if name != run}
 
     def stop(self, seconds: float = 2.0) -> None:
-        """End soon."""
+        """Stop the thread; wait at most `seconds`."""
         self._stopping.set()
         self.join(seconds)
 
@@ -120,7 +120,7 @@ class DownlinkThread(threading.Thread):
                     self._positions[run] = entry_id.decode()
 
     def _look_for_contests(self, runs: list[str]) -> None:
-        """Whether the controller refuses what this node says of its runs, every `RENEW_SECONDS`."""
+        """Ask every `RENEW_SECONDS` whether the controller refuses this node's part of its runs."""
         now = time.monotonic()
         if now - self._contests_at < RENEW_SECONDS:
             return
@@ -130,7 +130,7 @@ class DownlinkThread(threading.Thread):
                 pipe.get(RunKeys(run).contested(self._node))
             answers = pipe.execute(raise_on_error=False)
         for run, answer in zip(runs, answers, strict=True):
-            # An older ACL does not allow this: commands must be heard all the same.
+            # An ACL of an earlier version denies this key. Commands must arrive all the same.
             self._contest_of(run, None if isinstance(answer, Exception) else decode(answer))
 
     def _contest_of(self, run: str, contest: Contest | None) -> None:
@@ -167,5 +167,6 @@ class DownlinkThread(threading.Thread):
         return self._verifier.command(reply) if isinstance(reply, Command) else self._verifier.ledger(reply)
 
     def _is_news(self, update: LedgerUpdate) -> bool:
-        """A stream is read anew when its run is back on this node, with verdicts that others have replaced since."""
+        """Whether no newer verdict was seen. After a run returns to this node, its stream is read from the start, with
+        verdicts that have been replaced since."""
         return self._verifier is not None and self._verifier.is_news(update)

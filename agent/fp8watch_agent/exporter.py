@@ -1,6 +1,6 @@
-"""/metrics: a registry of its own, one collector that reads `MetricsState`, one HTTP server thread.
+"""Serves /metrics: its own registry, one collector that reads `MetricsState`, one HTTP server thread.
 
-Nothing goes into `prometheus_client`'s global registry, and no series or text is made under the state's lock.
+It does not touch `prometheus_client`'s global registry. Series and text are made without holding the state's lock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateCollector(Collector):
 
 
 class Exporter:
-    """The HTTP server. `start` binds it, `url` says where."""
+    """The HTTP server. `url` is its address after `start`."""
 
     def __init__(self, state: MetricsState, access: MetricsAccess | None = None) -> None:
         self._access = access or MetricsAccess()
@@ -52,7 +52,7 @@ class Exporter:
         self._thread: Any = None
 
     def start(self, host: str, port: int) -> None:
-        """Serve on `port`, or on a free one when it is taken. Raises `OSError` when there is none."""
+        """Serve on `port`, or on a free port if it is in use. Raises `OSError` when it cannot bind."""
         try:
             self._serve(host, port)
         except OSError as error:
@@ -78,7 +78,7 @@ class Exporter:
 def _translate(family: Family) -> Any:
     metric = family.metric
     if metric.kind == "histogram":
-        # No sum: head-room may be negative, and a sum that falls would read as a counter reset.
+        # No sum: head-room may be negative, and a falling sum would look like a counter reset.
         histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
         bounds = [*map(str, HEADROOM_BUCKETS), "+Inf"]
         for labels, counts in family.buckets:

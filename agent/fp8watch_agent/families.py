@@ -1,8 +1,8 @@
-"""From the state of a run to its series, by importance: which go when there are too many is for `series_budget`.
+"""Turns the state of a run into samples, grouped by importance. `series_budget` decides which of them are exported.
 
-Series of a tensor lie at block level, `layer` empty: gauges are the extreme over the block's layers (largest
-amax and scale, smallest head-room), counters the sum, so that summing a counter counts every element once.
-The worst K layers have gauges of their own besides, never counters.
+Tensor series are aggregated per block, with an empty `layer` label. Gauges hold the extreme over the block's layers
+(largest amax and scale, smallest head-room). Counters hold the sum, so that every element is counted once. The worst K
+layers also have gauges of their own, but no counters.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Labels = tuple[str, ...]
 
 CAUSES = ("precision", "optimisation", "data", "hardware", "bookkeeping", "unknown")
 SCALARS, COUNTED, BLOCKS, LAYERS, ZEROS = range(5)
-"""Importance below how a run stands, most important first: its scalars; counters that have counted; block level; worst
-layers; and the zeros that are shown so that a first increase is seen by `rate`."""
+"""Importance after the run's state, highest first: scalars; counters above zero; tensors per block; the worst layers;
+and counters at zero, which are exported so that `rate` sees their first increase."""
 Sample = tuple[str, Labels, float]
-"""Name without prefix, labels, value."""
+"""Name without the prefix, label values, value."""
 Grouped = dict[int, list[Sample]]
 """Importance -> samples."""
 HISTOGRAM_SERIES = len(HEADROOM_BUCKETS) + 1
-"""With +Inf; there is no sum and so no count."""
+"""Series of one histogram: its buckets with +Inf. Without a sum there is no count either."""
 _ELEMENTS = {
     "quantized": "quantized_elements_total",
     "saturated": "saturated_elements_total",
@@ -45,7 +45,7 @@ _ELEMENTS = {
 
 @dataclass(slots=True)
 class Family:
-    """One metric with its samples; of a histogram, `buckets` (cumulative counts, +Inf last) instead."""
+    """One metric with its samples. A histogram has `buckets` instead: cumulative counts, +Inf last."""
 
     metric: Metric
     samples: list[tuple[Labels, float]] = field(default_factory=list)
@@ -53,12 +53,12 @@ class Family:
 
 
 def of_state(run: RunMetrics) -> list[Sample]:
-    """How a run stands: the most important of its samples."""
+    """The run's state: its most important samples."""
     return [(name, (run.run, *labels), float(value)) for name, value, *labels in _state_samples(run)]
 
 
 def of_run(run: RunMetrics) -> Grouped:
-    """The other samples of a run's head (`RunMetrics.head`): all but those of its tensors."""
+    """The other samples of `RunMetrics.head`: everything but the tensors."""
     grouped: Grouped = defaultdict(list)
     for importance, name, value, *labels in _run_samples(run):
         grouped[importance].append((name.removeprefix(PREFIX), (run.run, *labels), float(value)))
@@ -74,7 +74,7 @@ def of_tensors(run: str, view: TensorView, worst: WorstLayers, now: float) -> Gr
 
 
 def histograms(run: str, view: TensorView) -> list[tuple[Labels, list[int]]]:
-    """Head-room by class of tensor: cumulative counts, +Inf last."""
+    """Head-room histograms per tensor class: cumulative counts, +Inf last."""
     return [
         ((run, CLASSES[row]), [int(count) for count in np.cumsum(view.histogram[row])])
         for row in range(len(CLASSES))

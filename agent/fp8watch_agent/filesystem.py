@@ -1,4 +1,4 @@
-"""Which file systems a database must not lie on, and whether a folder can be written at all."""
+"""Checks whether a folder is on a file system that cannot hold a SQLite database, and whether it is writable."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ NETWORK_TYPES = frozenset({
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "pvfs2",
     "orangefs", "wekafs", "ocfs2", "gfs2", "panfs", "virtiofs",
 })  # fmt: skip
-"""SQLite's WAL mode shares memory between processes and does not work over a network (sqlite.org/wal.html)."""
+"""SQLite's WAL mode needs memory shared between processes and does not work on these (sqlite.org/wal.html)."""
 PROBE_BYTES = 64 * 1024
-"""Written to find out whether there is room: a full disk still makes empty files."""
+"""Bytes written as a test. An empty file can be created even on a full disk."""
 
 
 def is_network(path: Path, mountinfo: str | None = None) -> bool:
-    """Whether `path` lies on a network or FUSE file system, by /proc/self/mountinfo (proc(5))."""
+    """Whether `path` is on a network or FUSE file system, according to /proc/self/mountinfo (proc(5))."""
     if mountinfo is None:
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text(errors="replace")
@@ -37,7 +37,7 @@ def is_network(path: Path, mountinfo: str | None = None) -> bool:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Make the folder and write a little into it; the reason when that fails, None when it works."""
+    """Create the folder and write a test file into it. Returns the reason if that fails, else None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, prefix=".probe.")

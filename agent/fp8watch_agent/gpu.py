@@ -1,8 +1,8 @@
-"""The node's GPUs through NVML: power, clocks, memory, energy, uncorrected errors, XID events. Read every few seconds.
+"""Reads the node's GPUs through NVML every few seconds: power, clocks, memory, energy, uncorrected errors, XID events.
 
-Needs the package `nvidia-ml-py` (module `pynvml`) and a driver; without them `fp8watch_gpu_observable` is 0 and
-nothing else is shown: no zero that could be taken for a measurement. `UUID` is spelled as by dcgm-exporter, so that
-series join with its. All calls are on this thread; one that a GPU does not support leaves out that series.
+Needs the package `nvidia-ml-py` (module `pynvml`) and a driver. Without them `fp8watch_gpu_observable` is 0 and no
+other GPU series is exported, because a zero could be taken for a measurement. The label `UUID` is spelled as in
+dcgm-exporter, so that series can be joined. All NVML calls run on one thread. Unsupported readings are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 READ_SECONDS = 5.0
 ENERGY_WINDOW_SECONDS = 60.0
 _WATTS, _HERTZ, _JOULES = 1e-3, 1e6, 1e-3
-"""NVML speaks of milliwatts, megahertz and millijoules (nvml.h)."""
+"""NVML reports milliwatts, megahertz and millijoules (nvml.h)."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Gpu:
 
 
 class GpuWatch:
-    """`start` finds the GPUs and reads them on a thread until `stop`. `why` says why there is nothing to see."""
+    """Reads the GPUs on a thread between `start` and `stop`. `why` is the reason when there are none to read."""
 
     def __init__(self, node: str, load: Callable[[], Any] = lambda: importlib.import_module("pynvml")) -> None:
         self._node = node
@@ -50,18 +50,18 @@ class GpuWatch:
         self.why = "not started"
 
     def start(self) -> None:
-        """Look for GPUs; returns at once."""
+        """Start the thread, which looks for GPUs."""
         self._thread = threading.Thread(target=self._run, name="fp8watch-gpu", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End soon."""
+        """Stop the thread; wait at most 2 s."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(2.0)
 
     def families(self, tokens: Mapping[str, float]) -> list[Family]:
-        """What is known now. `tokens`: run -> tokens trained on here, for the energy a token."""
+        """The latest readings. `tokens`: run -> tokens trained on this node, for the energy per token."""
         found: dict[str, list[tuple[tuple[str, ...], float]]] = {}
         for gpu in self._gpus:
             labels = (self._node, gpu.index, gpu.uuid)
@@ -119,7 +119,7 @@ class GpuWatch:
             try:
                 gpu.values[name] = float(read())
             except Exception as error:
-                gpu.values.pop(name, None)  # not supported, or the GPU has fallen off the bus
+                gpu.values.pop(name, None)  # not supported, or the GPU is lost
                 logger.debug("%s of GPU %s: %s", name, gpu.index, error)
 
     def _listen(self) -> None:
@@ -131,7 +131,7 @@ class GpuWatch:
                 return
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, int(min(left, 0.5) * 1000))
-            except Exception:  # a timeout is reported as an error
+            except Exception:  # NVML reports a timeout as an error
                 self._stopping.wait(0.05)
                 continue
             uuid = _text(self._nvml.nvmlDeviceGetUUID(event.device))
@@ -141,7 +141,7 @@ class GpuWatch:
                     logger.warning("GPU %s (%s): XID %d", gpu.index, uuid, event.eventData)
 
     def _energy_per_token(self, tokens: Mapping[str, float]) -> dict[str, float]:
-        """Only where one run trains on this node: energy cannot be split between runs."""
+        """Only when a single run trains on this node: energy cannot be split between runs."""
         joules = [gpu.values.get("gpu_energy_joules_total") for gpu in self._gpus]
         if len(tokens) != 1 or not joules or any(value is None for value in joules):
             return {}

@@ -1,4 +1,4 @@
-"""A store whose failures are counted and said once, never raised: a full disk must not end the watching."""
+"""A store that counts its failures instead of raising them: a full disk must not stop the agent."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FAILURES = (OSError, sqlite3.Error)
 
 
 class GuardedStore:
-    """Passes everything on. `on_error(run, reason)` is called at every write that failed."""
+    """Calls `on_error(run, reason)` for every failed read or write."""
 
     def __init__(self, store: Store, on_error: Callable[[str, str], None]) -> None:
         self._store = store
         self._on_error = on_error
 
     def runs(self) -> list[RunRecord]:
-        """All runs; none when the store cannot be read."""
+        """All runs; empty when the store cannot be read."""
         try:
             return self._store.runs()
         except _FAILURES as error:
@@ -29,7 +29,7 @@ class GuardedStore:
             return []
 
     def append(self, run: str, records: Iterable[Stored]) -> None:
-        """Keep records, or count that it could not be done."""
+        """Store records, or count the failure."""
         try:
             self._store.append(run, records)
         except _FAILURES as error:
@@ -43,14 +43,14 @@ class GuardedStore:
             self._failed(run, error)
 
     def approve(self, approval: Approval) -> None:
-        """Keep a verdict, or count that it could not be done."""
+        """Store a verdict, or count the failure."""
         try:
             self._store.approve(approval)
         except _FAILURES as error:
             self._failed(approval.run, error)
 
     def approvals(self, run: str) -> list[Approval]:
-        """Verdicts on waiting actions; none when the store cannot be read."""
+        """Verdicts on waiting actions; empty when the store cannot be read."""
         try:
             return self._store.approvals(run)
         except _FAILURES as error:
@@ -58,7 +58,7 @@ class GuardedStore:
             return []
 
     def prune(self, run: str) -> int:
-        """Apply retention; 0 when it could not be done."""
+        """Apply retention; 0 when it fails."""
         try:
             return self._store.prune(run)
         except _FAILURES as error:

@@ -1,7 +1,8 @@
-"""The number under which an agent process of a node sends: larger than that of any before it, whatever its clock says.
+"""The incarnation number of an agent process: larger than that of every earlier agent of the node, whatever the clock.
 
-A controller takes an agent's entries in increasing order of (incarnation, sequence) only. The time of the start alone
-would make a node whose clock was set back unheard until its clock has caught up, so the newest number is kept on disk.
+A controller accepts an agent's entries only in increasing order of (incarnation, sequence). If the number were just the
+start time, a node whose clock was set back would be ignored until its clock had caught up. So the newest number is kept
+on disk.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from fp8watch.atomic_file import replace_file
 logger = logging.getLogger(__name__)
 NAME = "incarnation"
 MAX_NUMBER = 2**62
-"""Half of what an envelope holds: a file with more than that was not written by an agent."""
+"""Half of what an envelope holds. A file with a larger number was not written by an agent."""
 
 
 def begin(folder: Path, now_ns: int) -> int:
-    """This process's number; kept in `folder` for its successor. `now_ns`: Unix time in nanoseconds.
+    """This process's number, saved in `folder` for its successor. `now_ns`: Unix time in nanoseconds.
 
-    Without a disk that can be written it is the time alone. Raises nothing.
+    If the folder cannot be written, the number is the time alone. Raises nothing.
     """
     path = folder / NAME
     known = 0

@@ -1,7 +1,8 @@
-"""What of each run is on this node, as the uplink's thread knows it: what it has sent and may have to say again.
+"""The uplink thread's record of each run on this node: what it has sent and may have to send again.
 
-It changes on that thread only, in the order of the messages. What others want changed (`Over`, `Again`, `Heard`) waits
-in the same queue: a run may end before its hello was sent, and a hello repeated after a goodbye would never end.
+Only that thread changes it, in the order of the queue. Other threads put `Over`, `Again` and `Heard` into the queue:
+applied at once, `Over` could precede the run's hello, and `Again` could repeat a hello after its goodbye, so that the
+run would never end.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from fp8watch_agent.trim import Ages
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The run is over on this node."""
+    """The run has ended on this node."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Say again which ranks of the run are here."""
+    """Announce the run's ranks again."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A command of this term was heard: ranks that are announced again have seen it."""
+    """A command of this term has arrived. Ranks that are announced again have seen it."""
 
     run: str
     term: int
@@ -39,14 +40,14 @@ class Heard:
 
 @dataclass(slots=True)
 class Known:
-    """Of one run. Sealed: as they were sent."""
+    """The record of one run. `sealed` and `sealed_layout` hold the encoded envelopes as they were sent."""
 
     hellos: dict[int, Hello] = field(default_factory=dict)
     sealed: dict[int, bytes] = field(default_factory=dict)
     layout: Layout | None = None
     sealed_layout: bytes | None = None
     written_layout: bytes | None = None
-    """The one that is beside the hellos in Redis."""
+    """The layout that is stored with the hellos in Redis."""
     ages: Ages = field(default_factory=lambda: Ages(time.monotonic))
 
     def learn_term(self, term: int) -> None:
@@ -56,12 +57,12 @@ class Known:
                 self.hellos[rank] = msgspec.structs.replace(hello, journal_term=term)
 
     def announcement(self) -> list[Hello | Layout]:
-        """All that is to be said again."""
+        """The messages that announce the run again."""
         return [*self.hellos.values(), *([self.layout] if self.layout is not None and self.hellos else [])]
 
     def beside(self, node: str) -> dict[str, bytes]:
-        """What belongs into the run's `ranks` in Redis: the newest hello of each rank, and the node's layout if it is
-        not there yet. A successor finds them there when the stream has been trimmed."""
+        """Fields to write into the run's `ranks` hash in Redis: each rank's newest hello, and the node's layout if it
+        is new. A new controller reads them when the stream has been trimmed."""
         found = {rank_field(rank, node): data for rank, data in self.sealed.items()}
         if self.sealed_layout is not None and self.sealed_layout is not self.written_layout and found:
             found[layout_field(node)] = self.sealed_layout
@@ -69,7 +70,7 @@ class Known:
 
 
 def rank_field(rank: int, node: str) -> str:
-    """A rank's field in the run's `ranks`: a node never writes over what another has said."""
+    """A rank's field in the `ranks` hash. It names the node, so that no node overwrites another's."""
     return f"{rank}@{node}"
 
 

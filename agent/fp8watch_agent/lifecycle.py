@@ -1,8 +1,8 @@
-"""When a rank counts as lost and when the process has nothing left to do. Pure: times are handed in.
+"""Decides when a rank is lost and when the process should exit. Pure: the caller passes the time.
 
-A rank that said goodbye is gone at once. One whose socket just closed may come back within half of the grace
-time; after that it is lost, which leaves the other half to record the end. An embedded process is over when no
-rank is connected or awaited, or when nobody ever came.
+A rank is gone after a goodbye. A rank whose socket closed without one may reconnect within half of the grace time.
+After that it is lost, and the other half is left for recording the end. An embedded process is over when it has served
+a rank and none is connected or expected back, or when no rank ever came.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RankKey = tuple[str, int]
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Times are seconds of one monotonic clock."""
+    """All times are in seconds of the same monotonic clock."""
 
     is_embedded: bool
     started: float
@@ -28,7 +28,7 @@ class Lifecycle:
 
     @property
     def num_connected(self) -> int:
-        """Ranks that are connected now."""
+        """Number of ranks connected now."""
         return len(self._connected)
 
     def connected(self, key: RankKey) -> None:
@@ -39,11 +39,11 @@ class Lifecycle:
         self._has_said_goodbye.discard(key)
 
     def goodbye(self, key: RankKey) -> None:
-        """A rank leaves of its own will; its socket closes next."""
+        """A rank has said goodbye; its socket closes next."""
         self._has_said_goodbye.add(key)
 
     def closed(self, key: RankKey, now: float) -> bool:
-        """A rank's socket has closed; True when the rank is gone for good, of its own will."""
+        """A rank's socket has closed. True when it had said goodbye and will not come back."""
         self._connected.discard(key)
         if key in self._has_said_goodbye:
             return True
@@ -51,18 +51,18 @@ class Lifecycle:
         return False
 
     def newly_lost(self, now: float) -> list[RankKey]:
-        """Ranks that did not come back in time, each once."""
+        """Ranks that did not reconnect in time. Each is returned once."""
         lost = [key for key, until in self._awaited.items() if now >= until]
         for key in lost:
             del self._awaited[key]
         return lost
 
     def is_run_over(self, run: str) -> bool:
-        """Whether no rank of `run` is connected or awaited."""
+        """Whether no rank of `run` is connected or expected back."""
         return not any(key[0] == run for key in (*self._connected, *self._awaited))
 
     def is_over(self, now: float, *, is_parent_gone: bool = False) -> bool:
-        """Whether the process should end."""
+        """Whether the process should exit."""
         if not self.is_embedded or self._connected or self._awaited:
             return False
         return self._has_served or is_parent_gone or now - self.started > self.connect_seconds

@@ -1,9 +1,9 @@
-"""What /metrics shows: fed by the server and the controller, read by scrapes on other threads.
+"""The state behind /metrics. The server and the controller update it; scrapes read it on other threads.
 
-One lock, held for the microseconds a frame takes to be taken in and for the copying of one run, never while
-series or text are made. No destructor, signal handler or garbage collection callback takes it.
+One lock guards it. It is held while one message is applied (microseconds) or one run is copied, never while series or
+text are made. No destructor, signal handler or garbage collection callback takes it.
 
-Bounded in the number of runs and tensors: ended runs go after a while, and earlier where there is no room.
+The number of runs and tensors is bounded. Ended runs are removed after a while, or earlier to make room.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from fp8watch_agent.tensor_metrics import MAX_TENSORS, TensorMetrics, TensorView
 
 logger = logging.getLogger(__name__)
 MAX_RUNS = 1000
-"""Runs kept at once, ended ones included."""
+"""Maximum number of runs, ended ones included."""
 MAX_TENSORS_TOGETHER = 200_000
-"""Tensors of all these runs; about 1 KiB each, and 20 bytes more for each further local rank."""
+"""Maximum number of tensors of all runs. Each takes about 1 KiB, and 20 bytes for each further local rank."""
 WHOLE_NODE = -1
-"""Stands for a rank where the frames of all local ranks have been reduced to one."""
+"""Rank number for frames that hold the tensors of all local ranks."""
 NO_RUN = ""
-"""Label of what cannot be put down to a run, such as bytes of a foreign client."""
+"""Label value for what belongs to no run, such as bytes of an unknown client."""
 
 
 class MetricsState:
-    """State of all runs of this process. `clock` is monotonic, in seconds."""
+    """The metrics of all runs of this process. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -57,23 +57,23 @@ class MetricsState:
         mode_of: Callable[[Hello], str] | None = None,
         about_process: Callable[[], list[families.Family]] | None = None,
     ) -> None:
-        """`about_process`: families of the process and its machine, asked for at every scrape."""
+        """`about_process` returns families about the process and its machine. It is called at every scrape."""
         self._clock = clock
         self._series = SeriesBudget(series_budget, worst_layers)
         self._making = threading.Lock()
-        """Held while an exposition is made. Only readers wait for it."""
+        """Held while an exposition is made. Only scrapes wait for it."""
         self._ttl_seconds = ended_ttl_seconds
         self._mode_of = mode_of
         self.about_process = about_process
         self._lock = threading.Lock()
         self._runs: dict[str, RunMetrics] = {}
         self._not_kept: dict[str, None] = {}
-        """Live runs there was no room for, the latest of them."""
+        """The latest live runs that there was no room for."""
         self._num_not_kept = 0
-        """Such runs, and tensors there was no room for, since the last exposition: each at least one series."""
+        """Runs and tensors without room since the last exposition. Each would have had at least one series."""
 
     def observe(self, message: Message) -> None:
-        """Take in what a rank sent. Raises `WireError` when its columns do not fit its layout."""
+        """Apply a rank's message. Raises `WireError` when its columns do not fit its layout."""
         now = self._clock()
         mode = self._mode_of(message) if isinstance(message, Hello) and self._mode_of is not None else None
         with self._lock:
@@ -92,7 +92,7 @@ class MetricsState:
                 run.evaluations.update(message.scores)
 
     def observe_node(self, message: NodeFrame | Layout) -> None:
-        """Take in the tensors of all local ranks, reduced, or their layout. Their scalars come rank by rank.
+        """Apply the merged tensors of all local ranks, or their layout. Scalars arrive per rank, through `observe`.
 
         Raises `WireError` when the columns do not fit the layout.
         """
@@ -114,7 +114,7 @@ class MetricsState:
                 run.nonfinite[quantity] += count
 
     def record(self, stored: Stored) -> None:
-        """Take in what the controller stored: the listener of `RunController`."""
+        """Apply a record that the controller has stored. Passed to `RunController` as its listener."""
         with self._lock:
             run = self._run(stored.run)
             if isinstance(stored, Finding):
@@ -130,28 +130,28 @@ class MetricsState:
             self._run(run or NO_RUN).dropped[reason] += 1
 
     def unseen(self, run: str, reason: str, count: int) -> None:
-        """Count frames that no detector sees: the controller's word."""
+        """Count frames that no detector has seen, as the controller reports."""
         with self._lock:
             self._run(run).unseen[reason] += count
 
     def open_findings(self, run: str, found: Open) -> None:
-        """What is wrong with a run now: the controller's word, which stands when the run is over."""
+        """Set the findings open now, as the controller reports. They stay when the run is over."""
         with self._lock:
             self._run(run).open = found
 
     def store_error(self, run: str) -> None:
-        """Count a write to the store that failed."""
+        """Count a failed write to the store."""
         with self._lock:
             self._run(run).store_errors += 1
 
     def rank_left(self, run: str, rank: int) -> None:
-        """A rank is gone and will not be back while others of its run go on."""
+        """A rank is gone for good while other ranks of its run continue."""
         with self._lock:
             if run in self._runs:
                 self._runs[run].forget_rank(rank)
 
     def run_over(self, run: str, state: str) -> None:
-        """No rank is left; keeps a state that the controller has already given."""
+        """No rank of the run is left. Keeps a state that the controller has already set."""
         with self._lock:
             self._not_kept.pop(run, None)
             if run in self._runs and self._runs[run].state == "running":
@@ -159,12 +159,12 @@ class MetricsState:
                 self._runs[run].set_state("halted" if is_halted else state, self._clock())
 
     def tokens(self) -> dict[str, float]:
-        """Tokens that the running runs have trained on, as their local ranks say."""
+        """Tokens that each running run has trained on, summed over its local ranks."""
         with self._lock:
             return {name: run.tokens for name, run in self._runs.items() if name and run.state == "running"}
 
     def let_go(self) -> None:
-        """Forget runs that ended long ago. Called about once a second, whether anybody scrapes or not."""
+        """Remove runs that ended long ago. Called about once a second, independent of scrapes."""
         now = self._clock()
         with self._lock:
             for name, run in list(self._runs.items()):
@@ -172,7 +172,7 @@ class MetricsState:
                     del self._runs[name]
 
     def snapshot(self) -> list[families.Family]:
-        """All families with their samples now, within the series budget."""
+        """All families with their current samples, within the series budget."""
         with self._making:
             self.let_go()
             about = [] if self.about_process is None else self.about_process()
@@ -195,14 +195,14 @@ class MetricsState:
             return None if run is None else run.tensors.view(now)
 
     def _run(self, name: str) -> RunMetrics:
-        """The run of this name; one that nobody will see where there is no room for it."""
+        """The run of this name. If there is no room for it, a new object that is not exported."""
         if name in self._runs:
             return self._runs[name]
         run = RunMetrics(name)
         if name != NO_RUN:
             run.set_state("running", self._clock())
             if len(self._runs) >= MAX_RUNS:
-                # First what no rank was heard of, then what ended first.
+                # Remove first a run without messages from ranks, then the one that ended first.
                 others = [other for other in self._runs.values() if other.run != NO_RUN and not other.is_live]
                 if not others:
                     self._leave_out(name)
@@ -222,8 +222,8 @@ class MetricsState:
             del self._not_kept[next(iter(self._not_kept))]
 
     def _has_room(self, run: RunMetrics, layout: Layout) -> bool:
-        """Whether a layout's tensors can be kept: those of ended runs give way. Else they are not on /metrics, which is
-        counted and logged, and everything else goes on."""
+        """Whether there is room for a layout's tensors, if need be in place of those of ended runs. If not, they are
+        not exported, which is counted and logged; everything else of the run is."""
         num_new, num_own = run.tensors.num_new(layout), len(run.tensors.modules)
         if num_new == 0 or self._runs.get(run.run) is not run:
             return True

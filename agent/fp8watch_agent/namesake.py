@@ -1,7 +1,8 @@
-"""Whether another agent is alive under this node's name.
+"""Detects another live agent under this node's name.
 
-Both write what they are into the same field of `fp8watch:nodes`. Who finds there, again and again, what another process
-has written since its own last time has a living namesake: a predecessor that is ending writes once or twice at most.
+Both agents write their identity into the same field of the hash `fp8watch:nodes`. If the field repeatedly holds another
+identity when this agent writes it again, the other agent is alive. A predecessor that is exiting writes it once or
+twice at most.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 TIMES = 3
-"""How often another's word must be found before it counts as alive."""
+"""How often another identity must be seen before it counts as alive."""
 FORGET_SECONDS = 30.0
-"""After this long without a word from it, it is gone."""
+"""After this long without being seen, the other agent is gone."""
 
 
 class Namesake:
-    """`pid` and `started_unix` tell this process from others; `clock` is monotonic, in seconds."""
+    """`pid` and `started_unix` identify this process. `clock` is monotonic, in seconds."""
 
     def __init__(self, pid: int, started_unix: float, clock: Callable[[], float]) -> None:
         self._own = (pid, started_unix)
@@ -28,7 +29,8 @@ class Namesake:
         self._other = ""
 
     def look(self, body: bytes | None) -> str:
-        """`body`: what the field holds before this process writes it. Returns who the other is; empty: nobody."""
+        """`body` is the field's content before this process writes it. Returns a description of the other agent, or
+        ""."""
         now = self._clock()
         if now - self._heard_at > FORGET_SECONDS:
             self._times = 0

@@ -1,6 +1,6 @@
-"""The parts of a node's agent that belong to the cluster: threads to and from Redis, spool, GPU context.
+"""The cluster parts of a node's agent: threads to and from Redis, spool and GPU reader.
 
-Made when Redis is configured; `fp8watch_agent.program` asks it for sessions and hands it the server to deliver to.
+`fp8watch_agent.program` creates it if Redis is configured, opens sessions through it and gives it the server.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fp8watch_agent.uplink import UplinkThread
 
 logger = logging.getLogger(__name__)
 CALL_SECONDS = 2.0
-"""Longest wait for an answer of Redis; the longest blocking read is half a second."""
+"""Timeout of a Redis call. The longest blocking read takes half a second."""
 
 
 class NodeProgram:
-    """Started once. Raises `BadInput` for a Redis address that is none."""
+    """Started once. Raises `BadInput` for an invalid Redis address."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class NodeProgram:
         self._errors: Counter[str] = Counter()
         self._lock = threading.Lock()
         name = f"fp8watch-agent-{re.sub('[^A-Za-z0-9._-]', '_', options.node)}"
-        # The threads try again by themselves, and what is not answered soon goes to the spool.
+        # No retries here: the threads retry, and what Redis does not accept soon goes to the spool.
         up, down = (connect(options.redis_url, name=name, call_seconds=CALL_SECONDS, retries=0) for _ in range(2))
         self.shown = up.shown
         self.gpu = GpuWatch(options.node)
@@ -80,7 +80,7 @@ class NodeProgram:
         metrics.about_process = self._families
 
     def start(self, server: AgentServer) -> None:
-        """Begin to send and to hear. On the loop's thread."""
+        """Start the threads. Called on the event loop's thread."""
         self._loop, self._server = asyncio.get_running_loop(), server
         self.uplink.start()
         self.downlink.start()
@@ -88,14 +88,14 @@ class NodeProgram:
         logger.info("node %s forwards to redis at %s", self._options.node, self.shown)
 
     def stop(self) -> None:
-        """Send what is left and end; waits a few seconds at most."""
+        """Send what is left and stop the threads; takes a few seconds at most."""
         self._loop = None
         self.downlink.stop()
         self.uplink.stop()
         self.gpu.stop()
 
     def open_session(self, run: str) -> NodeSession:
-        """A run's session."""
+        """Open the session of a run."""
         self.downlink.follow(run)
 
         def forget() -> None:
@@ -124,7 +124,7 @@ class NodeProgram:
                 logger.debug("reply for run %s came too late", reply.run)
 
     def _contest(self, run: str, contest: Contest | None) -> None:
-        """Tell the ranks, and ask the controller again: the node that it prefers may be gone."""
+        """Warn the ranks, and announce them again: the preferred node may be gone."""
         loop, server = self._loop, self._server
         if loop is not None and server is not None:
             why = "" if contest is None else words(run, self._options.node, contest)
@@ -155,5 +155,5 @@ class NodeProgram:
 
 
 def spool_folder(options: AgentOptions) -> Path:
-    """Where a node's spool lies: two nodes that share FP8WATCH_DIR have one each."""
+    """The spool's folder. It has the node's name, because several nodes may share FP8WATCH_DIR."""
     return options.directory / "spool" / re.sub(r"[^A-Za-z0-9._-]", "_", options.node)

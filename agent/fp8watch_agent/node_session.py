@@ -1,8 +1,8 @@
-"""One run as a node's agent serves it in cluster mode: reduce, export, forward; nothing is decided here.
+"""The session of one run in cluster mode: it reduces, exports and forwards frames, and makes no decisions.
 
-The same face as `fp8watch_agent.session.RunSession`. What the controller sends arrives through `take`, and is kept
-for ranks that connect later: they hear it when they are greeted, and know by its number what they have had. What is for
-an earlier start of the run, whose name and stream a new one shares, is not kept.
+It has the interface of `fp8watch_agent.session.RunSession`. Replies from the controller arrive through `take` and are
+kept for ranks that connect later. Ranks recognise by the sequence number what they have had. A reply for an earlier
+start of the run, which had the same name and stream, is not kept.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class NodeSession:
         self._term = 0
         self._attempt = 0
         self._starts: dict[int, str] = {}
-        """Rank -> the start that it is of (`Hello.start`): nothing that is for another is handed to them."""
+        """Rank -> its `Hello.start`. Replies for other starts are not delivered."""
         self._counted: dict[str, int] = {}
         self._warnings: list[str] = []
         self._contested = ""
-        """Why the controller refuses what this node says of the run."""
+        """Why the controller refuses this node's part of the run; empty: it does not."""
         self._has_news = False
         self._commands: dict[tuple[int, int], Command] = {}
         self._ledger: dict[str, LedgerUpdate] = {}
@@ -84,11 +84,11 @@ class NodeSession:
         targets.announce(self._directory, self._endpoint)
 
     def warn(self, warning: str) -> None:
-        """Tell ranks that connect from now on something that a person should know."""
+        """Add a warning to the welcome of ranks that connect from now on."""
         self._warnings.append(warning)
 
     def receive(self, message: Message) -> list[Reply]:
-        """Take a rank's message in. The answer to a hello is for its sender."""
+        """Process a rank's message. The reply to a hello is for its sender only."""
         try:
             self._export(message)
         except Exception as error:
@@ -110,11 +110,11 @@ class NodeSession:
         return []
 
     def backlog(self) -> list[Reply]:
-        """What a rank that has just connected may not have heard."""
+        """Replies that a rank which has just connected may have missed."""
         return [*self._ledger.values(), *(self._commands[key] for key in sorted(self._commands))]
 
     def take(self, reply: Command | LedgerUpdate) -> list[Reply]:
-        """The controller's message; what goes to the ranks that are connected."""
+        """Process a reply from the controller. Returns what to send to the connected ranks."""
         if not self._is_wanted(reply):
             return []
         if isinstance(reply, LedgerUpdate):
@@ -138,7 +138,7 @@ class NodeSession:
         return []
 
     def tick(self) -> list[Reply]:
-        """Regular business."""
+        """Forward frames that have waited long enough, and count lost ones."""
         self._forward(self._reducer.tick())
         for reason, count in self._reducer.lost.items():
             for _ in range(count - self._counted.get(reason, 0)):
@@ -147,21 +147,21 @@ class NodeSession:
         return []
 
     def contested(self, why: str) -> None:
-        """The controller refuses this node's part of the run (empty: no longer): the ranks are told."""
+        """The controller refuses this node's part of the run (empty: no longer). The ranks are warned."""
         if why and why != self._contested:
             logger.warning("%s", why)
             self._has_news = True
         self._contested = why
 
     def news(self) -> Welcome | None:
-        """A welcome with what came up after the ranks were greeted; other warnings are said at the greeting only."""
+        """A welcome with a refusal that began after the ranks connected. Other warnings are sent at the hello only."""
         if not self._has_news:
             return None
         self._has_news = False
         return self._welcome()
 
     def close(self) -> None:
-        """No rank of the run is left here."""
+        """No rank of the run is left on this node."""
         self._forward(self._reducer.tick())
         self._forget()
         targets.announce(
@@ -169,22 +169,22 @@ class NodeSession:
         )
 
     def _begin(self, hello: Hello) -> None:
-        """A rank has introduced itself: what was for an earlier start or attempt is let go."""
+        """Drop replies that are for an earlier start or attempt than this rank's."""
         if hello.start and hello.start not in self._starts.values():
             self._starts = {rank: start for rank, start in self._starts.items() if not start}
-            self._attempt = 0  # a new start may count them anew
+            self._attempt = 0  # a new start may count attempts from 0
         self._starts[hello.rank] = hello.start
         self._attempt = max(self._attempt, hello.attempt)
         self._commands = {key: command for key, command in self._commands.items() if self._is_wanted(command)}
         self._ledger = {name: update for name, update in self._ledger.items() if self._is_wanted(update)}
 
     def _is_wanted(self, reply: Command | LedgerUpdate) -> bool:
-        """Whether it is for the ranks that are here. What names no start, of a controller of an earlier version, is for
-        them to refuse."""
+        """Whether a reply is for ranks on this node. One without a start, from a controller of an earlier version, is
+        kept; the ranks check it."""
         if reply.start and reply.start not in self._starts.values():
             return False
         if reply.nodes and self._node not in reply.nodes:
-            return False  # of the run of that name that is trained elsewhere
+            return False  # for a run of the same name on other nodes
         return isinstance(reply, LedgerUpdate) or reply.attempt >= self._attempt
 
     def _forward(self, frames: list[NodeFrame]) -> None:
@@ -198,7 +198,7 @@ class NodeSession:
             self._send(layout)
 
     def _export(self, message: Message) -> None:
-        # Tensors are exported from the node's frame: a sixteenth of the work of doing it rank by rank.
+        # Tensors are exported once, from the node's frame, and not again for each rank.
         if isinstance(message, StepFrame):
             message = msgspec.structs.replace(message, columns={})
         elif isinstance(message, Layout):

@@ -1,4 +1,4 @@
-"""What one agent process is told when it starts."""
+"""Options of an agent process."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """Options of one process. `run` set: embedded, started by that run's local rank 0 and ending with it."""
+    """Set once at the start. With `run` set the agent is embedded: local rank 0 of that run starts it, and it ends with
+    the run."""
 
     socket: Path
-    """Unix socket that ranks connect to; its folder must exist."""
+    """Unix socket that ranks connect to. Its folder must exist."""
     directory: Path
-    """FP8WATCH_DIR, absolute: endpoints, targets and (where possible) stores lie under it."""
+    """FP8WATCH_DIR, absolute: folder of endpoints, targets and, where possible, stores."""
     run: str | None = None
-    """Name of the one run served; None: any run, and the process stays."""
+    """The only run served; None: serve any run and do not exit."""
     parent_pid: int | None = None
-    """Trainer that started this process; when it is gone before anybody connected, there is nothing to wait for."""
+    """Process ID of the trainer. If it exits before a rank has connected, the agent exits."""
     any_user: bool = False
-    """True: every user of the node may connect, and a run belongs to the user who began it."""
+    """Whether every user of the node may connect. A run then belongs to the user who started it."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9464
-    """A free one is taken when it is in use. 0: always a free one."""
+    """If it is in use, a free port is taken. 0: always a free port."""
     end_grace_seconds: float = 10.0
-    """From the end of the last connection to the end of this process, at most."""
+    """Maximum time from the end of the last connection to the agent's exit."""
     connect_seconds: float = 20.0
     """How long an embedded process waits for the first rank."""
     series_budget: int = 5000
-    """Series on /metrics, all runs together; beyond it the least important are left out and counted."""
+    """Maximum number of series on /metrics, of all runs. The least important ones are left out and counted."""
     worst_layers: int = 10
-    """Layers of a run that get series of their own, the worst first."""
+    """Number of layers per run with their own series, worst first."""
     ended_ttl_seconds: float = 600.0
-    """How long the series of a run that ended stay (a standing agent; an embedded one ends with its run)."""
+    """How long the series of an ended run stay. An embedded agent exits with its run."""
     store_full_steps: int = 4096
     store_limit_bytes: int = 2 * 1024**3
 
     redis_url: str | None = None
-    """Redis of the cluster; None: this process decides by itself for the runs of its node."""
+    """Redis of the cluster; None: this process makes the decisions for the runs of its node."""
     node: str = ""
     """Name of this node in a cluster."""
     spool_limit_bytes: int = 512 * 1024**2
@@ -45,10 +46,10 @@ class AgentOptions:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether frames go to a controller elsewhere. An embedded process has its own."""
+        """Whether frames go to the cluster's controller. An embedded agent has its own."""
         return self.redis_url is not None and not self.is_embedded
 
     @property
     def is_embedded(self) -> bool:
-        """Whether this process lives and dies with one run."""
+        """Whether this process serves one run and ends with it."""
         return self.run is not None

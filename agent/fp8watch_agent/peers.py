@@ -1,8 +1,8 @@
-"""Who is at the other end of the unix socket: the kernel says so (SO_PEERCRED), the peer cannot.
+"""Identifies the peer of a Unix socket through the kernel (SO_PEERCRED), so that it cannot be forged.
 
-By default only this process's own user and root may connect; the socket's mode says the same. A node's agent that
-serves several users (`any_user`) lets all of them in, and then a run belongs to the user who began it: nobody else
-can send frames, results or hellos into it, or hear its commands. Root may, as everywhere.
+By default only the agent's own user and root may connect, and the socket's mode enforces the same. With `any_user` all
+users may connect, and a run belongs to the user who started it. Only that user and root can then send messages for the
+run or receive its commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVERYBODY = 0o666
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Process, user and group of a connection, as they were when it was made."""
+    """Process, user and group of the peer when it connected."""
 
     pid: int
     uid: int
@@ -29,13 +29,13 @@ class Peer:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """The process at the other end. Raises `OSError` for what is no unix socket."""
+    """The peer of a connection. Raises `OSError` for anything but a Unix socket."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(data))
 
 
 class Owners:
-    """Which user each run belongs to."""
+    """The user that each run belongs to."""
 
     def __init__(self, *, any_user: bool, own_uid: int | None = None) -> None:
         self._any_user = any_user
@@ -47,14 +47,14 @@ class Owners:
         return self._any_user or peer.uid in (0, self._own_uid)
 
     def claim(self, run: str, peer: Peer) -> bool:
-        """Whether this user may speak for the run; the first who does owns it."""
+        """Whether this user may send for the run. The first one to claim it owns it."""
         owner = self._owners.setdefault(run, peer.uid)
         return peer.uid in (0, owner)
 
     def owner(self, run: str) -> int | None:
-        """The user id of a run's owner; None: nobody has spoken for it."""
+        """User ID of a run's owner; None: not claimed."""
         return self._owners.get(run)
 
     def release(self, run: str) -> None:
-        """The run is over: its name is free."""
+        """The run is over, and its name is free."""
         self._owners.pop(run, None)

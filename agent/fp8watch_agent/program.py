@@ -1,4 +1,4 @@
-"""The agent process from start to end: socket, exporter, sessions, signals, clean-up."""
+"""The agent process from start to exit: socket, exporter, sessions, signals, clean-up."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 def run(options: AgentOptions) -> int:
-    """Serve until the end; the process's exit code. 2: a key or certificate is bad. 3: the socket cannot be had."""
+    """Serve until told to stop; returns the exit code. 2: a key, certificate or address is invalid, or a package is
+    missing. 3: the socket cannot be bound, or the Redis Cluster is unreachable."""
     try:
         keys = Keys.load()
-        if not options.is_embedded:  # a run is watched without /metrics rather than not at all
+        if not options.is_embedded:  # an embedded agent runs without /metrics rather than not at all
             MetricsAccess.load(from_environment())
     except BadInput as error:
         logger.error("%s", "; ".join(error.problems))
@@ -122,13 +123,13 @@ async def _serve(
     finally:
         if node is not None:
             node.stop()
-        # Only our own: a successor may already have put its socket in this place.
+        # Only our own: a successor may have bound its socket at this path already.
         with contextlib.suppress(OSError):
             server.remove_own(options.socket, identity)
 
 
 def _node(options: AgentOptions, metrics: MetricsState, url: str, keys: Keys) -> NodeProgram | None:
-    """What belongs to the cluster; redis is needed there only."""
+    """The cluster parts, or None. Only they need redis-py."""
     if not options.is_cluster:
         return None
     from fp8watch.controller.cluster.redis_link import RedisError, shown
@@ -138,23 +139,23 @@ def _node(options: AgentOptions, metrics: MetricsState, url: str, keys: Keys) ->
         logger.warning("no command key (FP8WATCH_COMMAND_KEY): commands from redis are not passed on")
     try:
         return NodeProgram(options, metrics, url, keys.frame_ring, keys.verifier)
-    except RedisError as error:  # of a Redis Cluster, at once; what is one server is waited for
+    except RedisError as error:  # only a Redis Cluster connects at once; a single server is waited for
         raise Unreachable([f"redis at {shown(options.redis_url or '')} cannot be reached: {error}"]) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What this process signs and verifies with."""
+    """The keys that this process signs and verifies with."""
 
     signer: Signer
     approval_ring: KeyRing | None
     frame_ring: KeyRing | None
     verifier: Verifier | None
-    """Of commands that come through Redis; None: none may be passed on."""
+    """Verifies commands from Redis; None: none may be passed on."""
 
     @classmethod
     def load(cls) -> Keys:
-        """From the environment. Raises `BadInput`."""
+        """Load the keys from the environment. Raises `BadInput`."""
         settings = from_environment()
         command, approval, frame = (load_ring(settings, purpose) for purpose in ("command", "approval", "frame"))
         can_verify = command is not None or settings.allow_unsigned
@@ -162,7 +163,7 @@ class Keys:
 
 
 def _start_exporter(metrics: MetricsState, options: AgentOptions) -> tuple[Exporter | None, str | None]:
-    """The exporter, or None and why there is none: findings and actions do not depend on it."""
+    """The exporter, or None and the reason. Findings and actions do not depend on it."""
     try:
         from fp8watch_agent.exporter import Exporter
 

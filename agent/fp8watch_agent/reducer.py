@@ -1,7 +1,7 @@
-"""Collects the frames of one run's local ranks and gives out one `NodeFrame` a step, in order.
+"""Merges the frames of one run's local ranks into one `NodeFrame` per step, in order of steps.
 
-A step is complete when every local rank that is there gave its frame. It does not wait longer than `LATE_STEPS` steps
-or `LATE_SECONDS` for one of them: that rank's frame then follows in a `NodeFrame` of its own.
+A step is complete when every local rank has sent its frame. After `LATE_STEPS` steps or `LATE_SECONDS` it is sent
+without the missing ranks; their frames follow in a `NodeFrame` each.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fp8watch.records import Layout, NodeFrame, StepFrame
 
 logger = logging.getLogger(__name__)
 LATE_STEPS = 4
-"""As in `fp8watch.controller.merge`."""
+"""Same as in `fp8watch.controller.merge`."""
 LATE_SECONDS = 1.0
 BELATED_STEPS = 256
-"""A frame that is further behind than a rank holds frames (`Settings.queue_frames`) is of no use to anybody."""
+"""Frames further behind than this are dropped. A rank queues no more (`Settings.queue_frames`)."""
 _Step = tuple[int, int]
 
 
 class NodeReducer:
-    """Frames of one run on one node. `clock` is monotonic, in seconds."""
+    """Merges the frames of one run on one node. `clock` is monotonic, in seconds."""
 
     def __init__(self, run: str, node: str, clock: Callable[[], float]) -> None:
         self._run = run
@@ -38,12 +38,12 @@ class NodeReducer:
         self._since: dict[_Step, float] = {}
         self._closed: _Step = (-1, -1)
         self.ranks: set[int] = set()
-        """Local ranks that are there."""
+        """Local ranks that are connected."""
         self.lost: Counter[str] = Counter()
-        """Frames that are in no `NodeFrame`: late, malformed."""
+        """Frames that are in no `NodeFrame`, by reason: late, malformed."""
 
     def layout(self, layout: Layout) -> Layout | None:
-        """Learn a rank's order of columns; the node's own, when it has changed by it."""
+        """Add a rank's layout. Returns the node's layout if this changed it or is the first."""
         if layout.attempt > self._attempt:
             self._attempt = layout.attempt
             self._announced.clear()
@@ -54,7 +54,7 @@ class NodeReducer:
         return self.announcement() if is_changed or len(self._announced) == 1 else None
 
     def announcement(self) -> Layout | None:
-        """The node's order of columns; None before any rank gave its own."""
+        """The node's layout; None before the first rank's."""
         if not self._announced:
             return None
         names = {column.module for column in self._layout.columns.values()}
@@ -73,11 +73,11 @@ class NodeReducer:
 
     @property
     def lead(self) -> int:
-        """The rank that stands for the node: the lowest."""
+        """The rank that represents the node: the lowest."""
         return min(self.ranks or self._announced or {0})
 
     def frame(self, frame: StepFrame) -> list[NodeFrame]:
-        """Take a rank's frame in; what is complete now."""
+        """Add a rank's frame. Returns the steps that are complete now."""
         key = (frame.attempt, frame.step)
         if key <= self._closed:
             return self._belated(frame)
@@ -86,19 +86,19 @@ class NodeReducer:
         return self._complete()
 
     def _belated(self, frame: StepFrame) -> list[NodeFrame]:
-        """Of a step that was given out without this rank: a frame of its own, if it is not hopelessly late."""
+        """A frame of a step that was sent without it gets a `NodeFrame` of its own, unless it is far too late."""
         if frame.attempt < self._closed[0] or self._closed[1] - frame.step > BELATED_STEPS:
             self.lost["late"] += 1
             return []
         return self._reduce([frame])
 
     def left(self, rank: int) -> list[NodeFrame]:
-        """A rank is gone; what is complete without it."""
+        """A rank is gone. Returns the steps that are complete without it."""
         self.ranks.discard(rank)
         return self._complete()
 
     def tick(self) -> list[NodeFrame]:
-        """What has waited long enough."""
+        """Returns the steps that have waited long enough."""
         return self._complete()
 
     def _complete(self) -> list[NodeFrame]:

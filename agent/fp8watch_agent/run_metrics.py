@@ -1,7 +1,7 @@
-"""Everything exported about one run except its tensors: scalars per rank, counters, state.
+"""The metrics of one run except its tensors: scalars per rank, counters and state.
 
-Scalars: loss and update RMS are means over ranks, the rest the largest. A value that is not finite is counted
-by quantity and the gauge keeps the last finite one, so that no alert rule ever meets a NaN.
+Loss and update RMS are averaged over ranks; of other scalars the largest counts. A non-finite value is counted by
+quantity, and its gauge keeps the last finite value, so that alert rules never see NaN.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class _RankScalars:
 
 
 class RunMetrics:
-    """State of one run. Not for several threads: `MetricsState` holds the lock."""
+    """Not thread-safe: `MetricsState` holds the lock."""
 
     def __init__(self, run: str) -> None:
         self.run = run
         self.is_heard = False
-        """Whether a rank has sent anything, and not only something been said of the run."""
+        """Whether a rank has sent a message; False for a run known from the controller only."""
         self.mode = "observe"
         self.state = "running"
         self.state_since = 0.0
         self.hello: Hello | None = None
         self.hellos: dict[int, Hello] = {}
         self.open: Open | None = None
-        """Findings under way; None: not judged here."""
+        """Findings open now; None: the run's controller is not in this process."""
         self._attempt = 0
         self._failed_attempt = self._halted_attempt = -1
         self.recipe = ""
@@ -78,11 +78,11 @@ class RunMetrics:
 
     @property
     def is_live(self) -> bool:
-        """Whether ranks train under this name now."""
+        """Whether ranks of this run are training now."""
         return self.is_heard and self.state == "running"
 
     def head(self) -> RunMetrics:
-        """A copy of everything but the tensors, which nothing that comes later changes."""
+        """A copy without the tensors. Later messages do not change it."""
         made = copy.copy(self)
         made.tensors = _NO_TENSORS
         made.hellos, made.evaluations = self.hellos.copy(), self.evaluations.copy()
@@ -92,7 +92,7 @@ class RunMetrics:
         return made
 
     def greet(self, hello: Hello, now: float) -> None:
-        """A rank has connected, or says that a new attempt begins."""
+        """A rank has connected or has started a new attempt."""
         before = self.hellos.get(hello.rank)
         if before is None or before.pid != hello.pid:
             self._reported_drops.pop(hello.rank, None)  # a new process counts from 0
@@ -103,7 +103,7 @@ class RunMetrics:
         self.set_state("running", now)
 
     def layout(self, layout: Layout, *, is_kept: bool = True) -> None:
-        """A rank's columns; not kept: of its tensors nothing is exported. Raises `WireError` for too many."""
+        """Set a rank's columns. Without `is_kept` its tensors are not exported. Raises `WireError` for too many."""
         if is_kept:
             self.tensors.layout(layout)
         else:
@@ -115,7 +115,7 @@ class RunMetrics:
         )
 
     def frame(self, frame: StepFrame, now: float) -> None:
-        """One rank's step. Raises `WireError` when its columns do not fit; the scalars count all the same."""
+        """Apply one rank's step. Raises `WireError` when its columns do not fit; the scalars count all the same."""
         rank = self._rank(frame.rank, frame.attempt)
         rank.attempt, rank.step, rank.time_unix = frame.attempt, frame.step, frame.time_unix
         scalars = frame.scalars
@@ -138,7 +138,7 @@ class RunMetrics:
             self.nonfinite[quantity] += count
 
     def add_reported_drops(self, rank: int, dropped: dict[str, int]) -> None:
-        """A rank says what it has dropped so far."""
+        """Count what a rank has dropped since its last report. `dropped` holds its totals."""
         before = self._reported_drops.get(rank, {})
         for reason, count in dropped.items():
             self.dropped[reason] += max(0, count - before.get(reason, 0))
@@ -146,7 +146,7 @@ class RunMetrics:
             self._reported_drops[rank] = dropped
 
     def goodbye(self, goodbye: Goodbye) -> None:
-        """A rank leaves of its own will."""
+        """A rank has said goodbye."""
         self.add_reported_drops(goodbye.rank, goodbye.dropped)
         if _is_failure(goodbye.reason):
             self._failed_attempt = self._attempt
@@ -160,29 +160,29 @@ class RunMetrics:
 
     @property
     def is_halted(self) -> bool:
-        """Whether a rank has said in the newest attempt that policy halted it."""
+        """Whether a rank has reported in the newest attempt that the policy halted it."""
         return self._halted_attempt == self._attempt
 
     @property
     def expected_ranks(self) -> int:
-        """World size as the ranks say; 0: none has said hello."""
+        """World size that the ranks report; 0: no hello yet."""
         return max((hello.world_size for hello in self.hellos.values()), default=0)
 
     def forget_rank(self, rank: int) -> None:
-        """A rank is gone while others go on: its last values no longer count."""
+        """Remove a rank that is gone while others continue."""
         self._ranks.pop(rank, None)
         self.hellos.pop(rank, None)
         self.tensors.forget_rank(rank)
 
     def finding(self, finding: Finding) -> None:
-        """Count a finding, once an id; loss spikes once an incident."""
+        """Count a finding once per ID, and a loss spike once per incident."""
         if self._is_new(f"finding {finding.id}"):
             self.findings[finding.detector, finding.cause, finding.severity] += 1
         if finding.detector == "loss_spike" and self._is_new(f"spike {finding.incident or finding.id}"):
             self.loss_spikes += 1
 
     def action(self, record: ActionRecord) -> None:
-        """Count an action when it is applied (`pending`), and again at where it ended; each once an id."""
+        """Count an action when it is applied (`pending`) and again at its outcome, each once per ID."""
         if record.status in ("applied", "reverted") and self._is_new(f"action {record.id} pending"):
             self.actions[record.action, "pending"] += 1
         ending = record.outcome if record.outcome in ENDINGS else record.status
@@ -190,19 +190,19 @@ class RunMetrics:
             self.actions[record.action, ending] += 1
 
     def set_state(self, state: str, now: float) -> None:
-        """The run's state, and since when (seconds of the monotonic clock)."""
+        """Set the run's state. `now`: seconds of the monotonic clock."""
         if state != self.state or self.state_since == 0.0:
             self.state, self.state_since = state, now
 
     def gauge(self, name: str) -> float | None:
-        """A scalar merged over ranks; None where no rank has observed it."""
+        """A scalar merged over ranks; None if no rank has observed it."""
         values = [rank.values[name] for rank in self._current() if name in rank.values]
         if not values:
             return None
         return sum(values) / len(values) if name in MEANS else max(values)
 
     def largest(self, name: str) -> tuple[float, int] | None:
-        """The largest value of a scalar and the rank that holds it."""
+        """The largest value of a scalar and its rank; None if no rank has observed it."""
         held = [
             (r.values[name], -number) for number, r in self._ranks.items() if r in self._current() and name in r.values
         ]
@@ -217,7 +217,7 @@ class RunMetrics:
         return current[0].attempt, max(r.step for r in current), max(r.time_unix for r in current)
 
     def overhead_ratio(self) -> float | None:
-        """Largest share of a step spent in fp8watch on a training thread."""
+        """Largest share of a step that a training thread spent in fp8watch."""
         ratios = [
             rank.values["overhead_seconds"] / rank.values["step_seconds"]
             for rank in self._current()
@@ -246,7 +246,7 @@ _NO_TENSORS = TensorMetrics()
 
 
 def _is_failure(reason: str) -> bool:
-    """Whether a goodbye's reason is an error of training. A person's interrupt and `sys.exit` are none."""
+    """Whether a goodbye's reason is a training error. A keyboard interrupt and `sys.exit` are not."""
     is_error = reason.startswith("error: ") or reason == "ranks apart"
     return is_error and reason not in ("error: KeyboardInterrupt", "error: SystemExit")
 

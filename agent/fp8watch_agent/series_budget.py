@@ -1,10 +1,9 @@
-"""Which series are shown when there are too many: never more than the budget, whatever the number of runs.
+"""Selects the series to export when there are too many, so that their number stays within a fixed budget.
 
-First comes how each run stands. Runs that have ended take no more than a fifth of the budget for that, the newest end
-first, so that neither many of them nor one large model hides how the others ended. Then live runs are shown in full,
-as far as there is room, and last what else is known of ended ones.
+The state of each run comes first. Ended runs use at most a fifth of the budget for it, the latest end first, so that
+one large model does not hide how other runs ended. The rest of live runs follows, and then the rest of ended ones.
 
-What is left out is counted: for a run that has a series for it, else together under an empty `run`.
+Series left out are counted: per run if the run has a series for the count, else together under an empty `run`.
 """
 
 from __future__ import annotations
@@ -23,36 +22,36 @@ from fp8watch_agent.tensor_metrics import TensorView
 from fp8watch_agent.worst import WorstLayers
 
 ENDED_SHARE = 5
-"""One of so many parts of the budget is for how runs have ended."""
+"""The state of ended runs takes at most one part in this many of the budget."""
 COUNTED_FOR_SECONDS = 60.0
-"""How long the number of a run's series is taken as known while there is no room for them."""
+"""How long a count of a run's series is reused while there is no room to export them."""
 _DROPPED = "agent_series_dropped_total"
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What is known of a run from one exposition to the next."""
+    """What is kept about a run between expositions."""
 
     worst: WorstLayers
     num_dropped: int = 0
     num_over: int = 0
-    """Series left out last time: what is left out again is not counted anew."""
+    """Series left out of the last exposition. Only an increase over it is counted."""
     num_head_series: int = 0
-    """Without how it stands."""
+    """Without the run's state."""
     num_tensor_series: int = 0
     counted_at: float = float("-inf")
 
     def is_counted(self, now: float) -> bool:
-        """Whether the number of its series is known well enough."""
+        """Whether the number of its series is recent enough."""
         return now - self.counted_at < COUNTED_FOR_SECONDS
 
 
 @dataclass(slots=True)
 class _Page:
-    """One exposition while it is made."""
+    """An exposition being made."""
 
     left: int
-    """Room, in series."""
+    """Series that still fit."""
     found: dict[str, Family] = field(
         default_factory=lambda: {metric.name: Family(metric=metric) for metric in CATALOGUE}
     )
@@ -60,7 +59,7 @@ class _Page:
     """Run -> series left out."""
 
     def add(self, run: str, samples: list[families.Sample], room: int | None = None) -> int:
-        """Show as many as there is room for; how many those are."""
+        """Add as many samples as fit (at most `room`); returns how many."""
         taken = samples[: max(0, min(self.left, self.left if room is None else room))]
         for name, labels, value in taken:
             self.found[PREFIX + name].samples.append((labels, value))
@@ -70,7 +69,7 @@ class _Page:
 
 
 class SeriesBudget:
-    """Makes expositions, one at a time. Not for several threads."""
+    """Makes expositions. Not thread-safe."""
 
     def __init__(self, budget: int, worst_layers: int) -> None:
         self._budget = budget
@@ -85,13 +84,13 @@ class SeriesBudget:
         about_process: list[Family],
         now: float,
     ) -> list[Family]:
-        """All families, in the order of the catalogue; those about the process are shown whatever the budget.
+        """All families in the catalogue's order. Those about the process are always exported.
 
-        `tensors_of` is asked only for runs whose tensors are shown or have to be counted.
+        `tensors_of` is called only for runs whose tensors are exported or have to be counted.
         """
         self._kept = {head.run: self._kept.get(head.run) or _Kept(WorstLayers(self._worst_layers)) for head in heads}
         about = {family.metric.name: family for family in about_process}
-        # build_info, and what was left out of runs that have no series to say so.
+        # Reserves two series: build_info, and the count under an empty `run`.
         page = _Page(left=self._budget - 2 - sum(_num_series(family) for family in about.values()))
         page.found[PREFIX + "build_info"].samples.append(((__version__, str(WIRE_VERSION)), 1.0))
         live = [head for head in heads if head.is_live or not head.run]
@@ -116,7 +115,7 @@ class SeriesBudget:
         tensors_of: Callable[[str], TensorView | None],
         now: float,
     ) -> None:
-        """Everything but how runs stand: of all these runs first what is most important."""
+        """Add everything but the state of runs, the most important samples of all these runs first."""
         grouped: dict[str, Grouped] = {}
         for head in runs:
             kept = self._kept[head.run]
@@ -135,7 +134,7 @@ class SeriesBudget:
                 page.add(run, found.pop(importance, []))
 
     def _tensors(self, page: _Page, run: str, tensors_of: Callable[[str], TensorView | None], now: float) -> Grouped:
-        """The samples of a run's tensors, its histograms shown already; none where they are only counted."""
+        """Add a run's histograms and return its other tensor samples. Returns none if they are only counted."""
         kept = self._kept[run]
         if page.left <= 0 and kept.is_counted(now):
             page.over[run] += kept.num_tensor_series
@@ -171,7 +170,7 @@ class SeriesBudget:
             shown.append((("",), float(self._num_dropped_unnamed)))
 
     def left_out(self, count: int) -> None:
-        """Count series of a run that is not kept at all."""
+        """Count series of runs that are not kept at all."""
         self._num_dropped_unnamed += count
 
 

@@ -1,4 +1,4 @@
-"""The socket server: connections of local ranks, their messages to the run's session, its replies to the ranks."""
+"""The socket server. Passes messages of local ranks to the run's session, and the session's replies to the ranks."""
 
 from __future__ import annotations
 
@@ -29,37 +29,38 @@ TICK_SECONDS = 1.0
 
 
 class Session(Protocol):
-    """What the server uses of a run's session. Replies go to all ranks of the run, a `Welcome` to the sender only."""
+    """The session of a run, as the server uses it. Replies go to all ranks of the run, a `Welcome` to the sender
+    only."""
 
     run: str
 
     def receive(self, message: Message) -> list[Reply]:
-        """A rank's message."""
+        """Process a rank's message."""
 
     def lost(self, rank: int) -> list[Reply]:
-        """A rank went without goodbye and did not come back."""
+        """A rank disconnected without goodbye and did not come back."""
 
     def tick(self) -> list[Reply]:
         """Called about once a second."""
 
     def backlog(self) -> list[Reply]:
-        """For a rank that has just connected only."""
+        """Replies for a rank that has just connected."""
 
     def take(self, reply: Command | LedgerUpdate) -> list[Reply]:
-        """What a controller elsewhere has sent."""
+        """Process a reply from the cluster's controller."""
 
     def contested(self, why: str) -> None:
-        """A controller elsewhere refuses this node's part of the run; empty: no longer."""
+        """The cluster's controller refuses this node's part of the run; empty: no longer."""
 
     def news(self) -> Welcome | None:
-        """For all ranks; None: nothing new."""
+        """A message for all ranks, if there is a new one."""
 
     def close(self) -> None:
-        """The run is over here."""
+        """The run is over on this node."""
 
 
 class AgentServer:
-    """Serves until `stop` or until the lifecycle says that it is over. `open_session` may raise nothing."""
+    """Serves until `stop` or the end of the lifecycle. `open_session` must not raise."""
 
     def __init__(
         self,
@@ -83,23 +84,24 @@ class AgentServer:
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """End serving soon; safe in a signal handler of the loop."""
+        """Stop serving. Safe in a signal handler of the event loop."""
         self._stopping.set()
 
     def deliver(self, reply: Command | LedgerUpdate) -> None:
-        """Something for the ranks of a run from a controller elsewhere. On the loop's thread."""
+        """Pass a reply from the cluster's controller to its run. Called on the event loop's thread."""
         session = self._sessions.get(reply.run)
         if session is not None:
             self._route(reply.run, session.take(reply), None)
 
     def contested(self, run: str, why: str) -> None:
-        """A controller elsewhere refuses this node's part of a run; empty: no longer. On the loop's thread."""
+        """The cluster's controller refuses this node's part of a run; empty: no longer. Called on the event loop's
+        thread."""
         if (session := self._sessions.get(run)) is not None:
             session.contested(why)
             self._route(run, [], None)
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept on a bound, listening socket until the end; sessions are closed on the way out."""
+        """Serve on a bound, listening socket. Closes all sessions at the end."""
         if self._only_run is not None:
             self._session(self._only_run)
         server = await asyncio.start_unix_server(self._handle, sock=listener)
@@ -154,7 +156,7 @@ class AgentServer:
             self._closed(connection)
 
     def _receive(self, connection: Connection, message: Message, peer: Peer) -> None:
-        if connection.key is None:  # was refused; what came with its hello goes with it
+        if connection.key is None:  # refused; drop what came with its hello
             return
         run, rank = connection.key
         if self._only_run is not None and run != self._only_run:
@@ -170,7 +172,7 @@ class AgentServer:
                 if before.pid != message.pid:
                     self._refuse(connection, before)
                     return
-                before.close()  # the rank is back before the end of its last connection was seen
+                before.close()  # the rank reconnected before its old connection was closed
             message = msgspec.structs.replace(message, owner=self._owners.owner(run))
             connection.pid = message.pid
             self._connections[connection.key] = connection
@@ -184,7 +186,7 @@ class AgentServer:
                 connection.send(reply)
 
     def _refuse(self, connection: Connection, holder: Connection) -> None:
-        """Two processes that both take themselves for one rank would push each other out for ever."""
+        """Refuse the second of two processes with the same rank; they would disconnect each other for ever."""
         assert connection.key is not None
         run, rank = connection.key
         warning = (
@@ -247,16 +249,16 @@ class AgentServer:
         session = self._sessions.pop(run, None)
         self._owners.release(run)
         if session is not None:
-            session.close()  # first: it hands on its last frames, and whoever reads "ended" below finds the endpoint so
+            session.close()  # first: it sends its last frames, and readers of "ended" find the endpoint ended
             self._metrics.run_over(run, state)
             logger.info("run %s is over (%s)", run, state)
 
 
 def listen(path: Path, mode: int = OWNER_ONLY) -> socket.socket:
-    """Bind and listen on a unix socket of the given mode: by default only this user can connect.
+    """Bind and listen on a Unix socket with the given mode; by default only this user can connect.
 
-    A socket that nobody serves is removed. Raises `OSError` when somebody does (EADDRINUSE), and for anything else that
-    lies there (EEXIST), links included: that is left as it is.
+    Replaces a socket that nobody serves. Raises `OSError` if another agent serves it (EADDRINUSE) or if the path is
+    anything else, also a link (EEXIST); that is left alone.
     """
     _clear(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -296,7 +298,7 @@ def _clear(path: Path) -> None:
 
 
 def remove_own(path: Path, identity: os.stat_result) -> None:
-    """Remove a socket if it is still the one of `identity`: an inode's number alone may be another file's by now."""
+    """Remove a socket if it is still the one of `identity`. The path alone may belong to another agent by now."""
     with contextlib.suppress(FileNotFoundError):
         now = os.lstat(path)
         if stat.S_ISSOCK(now.st_mode) and (now.st_dev, now.st_ino) == (identity.st_dev, identity.st_ino):

@@ -1,7 +1,7 @@
-"""One run as this process serves it: its store, its controller, its endpoint file.
+"""The session of one run without a cluster: its store, controller and endpoint file.
 
-The controller is `fp8watch.controller.service.RunController`; `Controller` is all that is used of it. Whatever
-it raises is logged and counted, never passed on: one bad message must not end the watching of a run.
+`Controller` is the part of `fp8watch.controller.service.RunController` that is used here. What it raises is logged and
+counted, so that one bad message does not end the monitoring of a run.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 
 
 class Controller(Protocol):
-    """What finds, decides and commands. Replies go to all ranks of the run, a `Welcome` to the sender only."""
+    """Detects, decides and commands. Replies go to all ranks of the run, a `Welcome` to the sender only."""
 
     def receive(self, message: Message) -> list[Reply]:
-        """A rank's message."""
+        """Process a rank's message."""
 
     def lost(self, run: str, rank: int) -> list[Reply]:
-        """A rank went without goodbye and did not come back."""
+        """A rank disconnected without goodbye and did not come back."""
 
     def tick(self) -> list[Reply]:
         """Called about once a second."""
 
 
 ControllerFactory = Callable[[Store, Callable[[Stored], None]], Controller]
-"""Makes a run's controller from its store and the listener that is told of every record stored."""
+"""Makes a run's controller from its store and a listener that is called with every stored record."""
 
 
 class RunSession:
-    """Opened at a run's first hello (embedded: at once), closed when no rank is left."""
+    """Opened at a run's first hello (embedded: at the start), closed when no rank is left."""
 
     def __init__(
         self, run: str, *, options: AgentOptions, metrics: MetricsState, metrics_url: str, make: ControllerFactory
@@ -75,12 +75,12 @@ class RunSession:
         self._announce(self._endpoint)
 
     def warn(self, warning: str) -> None:
-        """Tell every rank of the run something that a person should know."""
+        """Send a warning to every rank of the run."""
         self._warnings.append(warning)
         self._unsaid.append(warning)
 
     def receive(self, message: Message) -> list[Reply]:
-        """Hand a message to exporter and controller; their answer. `Welcome` is for the sender only."""
+        """Pass a message to the metrics and the controller; returns the replies."""
         try:
             self._metrics.observe(message)
         except Exception as error:
@@ -96,29 +96,29 @@ class RunSession:
         return self._ask(lambda: self._controller.lost(self.run, rank))
 
     def tick(self) -> list[Reply]:
-        """Regular business."""
+        """Let the controller do its periodic work."""
         return self._ask(self._controller.tick)
 
     def backlog(self) -> list[Reply]:
-        """Nothing: the controller here greets every rank itself."""
+        """Empty: this process's controller replies to every hello itself."""
         return []
 
     def take(self, reply: Command | LedgerUpdate) -> list[Reply]:
-        """Nothing: there is no controller elsewhere."""
+        """Empty: there is no cluster."""
         return []
 
     def contested(self, why: str) -> None:
-        """Nothing, for the same reason."""
+        """Does nothing: there is no cluster."""
 
     def news(self) -> Welcome | None:
-        """A welcome with warnings that came up after the ranks were greeted, for all of them; None: no news."""
+        """A welcome for all ranks with the warnings since their hello; None: no new ones."""
         if not self._unsaid:
             return None
         self._unsaid.clear()
         return self._welcome()
 
     def close(self) -> None:
-        """The run is over, or this process is: close the store and mark the endpoint."""
+        """Close the store and mark the endpoint as ended."""
         self._store.close()
         self._announce(msgspec.structs.replace(self._endpoint, state="ended", socket="", metrics_url=""))
 

@@ -1,10 +1,11 @@
-"""What could not be sent, on disk and in order: append at the end, take from the front, never more than the limit.
+"""A queue on disk for messages that could not be sent, bounded in size.
 
-Segments of a few MiB; one that has been taken whole is removed. Over the limit the oldest frames go, counted; other
-messages (hellos, layouts, checkpoints, results) are small and stay. A process that starts finds what its predecessor
-left and sends it first; what was sent and not yet removed is sent again, which the receiver knows by its number.
+It consists of segments of `SEGMENT_BYTES`; a segment is removed when all of it was sent. Above the limit frames are
+dropped, oldest first, and counted. Other messages (hellos, layouts, checkpoints, results) are small and stay, and so
+does the segment being written. A new process sends what its predecessor left. Entries sent but not yet removed are sent
+again; the receiver recognises them by their sequence number.
 
-A disk that takes nothing is not an error: the newest entries are then held in memory, up to `MEMORY_BYTES`.
+If the disk cannot be written, the newest entries are held in memory, up to `MEMORY_BYTES`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 4 * 1024**2
 MEMORY_BYTES = 16 * 1024**2
 _MODE = 0o600
-"""Of a segment: it holds what a run sends."""
+"""Mode of a segment, which holds what a run sends."""
 _HEAD = struct.Struct(">IHB")
 """Length of the data, length of the run's name, 1 for a frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One message that waits: sealed, for one run."""
+    """A sealed message of one run."""
 
     run: str
     is_frame: bool
@@ -39,12 +40,12 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes it takes."""
+        """Size in bytes on disk."""
         return _HEAD.size + len(self.run.encode()) + len(self.data)
 
 
 class Spool:
-    """Used by one thread. `lost` counts frames that had to go, by reason: spool_full, disk_full, damaged."""
+    """Not thread-safe. `lost` counts by reason: entries for spool_full and disk_full, segments for damaged."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder = folder
@@ -52,7 +53,7 @@ class Spool:
         self._memory: deque[Entry] = deque()
         self._memory_bytes = 0
         self._front: deque[Entry] | None = None
-        """What is left of the oldest segment, once it was read."""
+        """The entries left of the oldest segment, once it was read."""
         self._front_path: Path | None = None
         self._writer: int | None = None
         self._writer_path: Path | None = None
@@ -60,24 +61,24 @@ class Spool:
         self._is_disk_bad = False
         self.lost: Counter[str] = Counter()
         self.errors = 0
-        """Times that an entry could not be written and was held in memory."""
+        """How often an entry was held in memory because it could not be written."""
         self._sizes: dict[Path, int] = {}
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.seg")):
                 self._sizes[path] = path.stat().st_size
-            for partial in folder.glob(".*.seg.*.partial"):  # of an agent that was killed while it shortened one
+            for partial in folder.glob(".*.seg.*.partial"):  # of an agent killed while shortening one
                 partial.unlink(missing_ok=True)
         self._next = 1 + max((int(path.stem) for path in self._sizes if path.stem.isdigit()), default=0)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether there are no entries."""
         return not self._front and not self._memory and not self._sizes
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that wait, on disk and in memory."""
+        """Bytes on disk and in memory."""
         return sum(self._sizes.values()) + self._memory_bytes
 
     def put(self, entry: Entry) -> None:
@@ -85,7 +86,7 @@ class Spool:
         name = entry.run.encode()
         data = _HEAD.pack(len(entry.data), len(name), entry.is_frame) + name + entry.data
         try:
-            if self._memory:  # order: what waits in memory comes first
+            if self._memory:  # keeps the order
                 raise OSError("entries wait in memory")
             self._write(data)
         except OSError as error:
@@ -97,7 +98,7 @@ class Spool:
         self._shrink()
 
     def peek(self, count: int, limit_bytes: int = 2**22) -> list[Entry]:
-        """The oldest entries, up to `count` and about `limit_bytes`; they stay until `drop`."""
+        """The oldest entries, at most `count` and about `limit_bytes`. They stay until `drop`."""
         found: list[Entry] = []
         size = 0
         for entry in self._oldest():
@@ -108,7 +109,7 @@ class Spool:
         return found
 
     def drop(self, count: int) -> None:
-        """Forget the oldest `count` entries of the last `peek`: they have been sent."""
+        """Remove the oldest `count` entries of the last `peek`, which have been sent."""
         for _ in range(count):
             if self._front:
                 self._front.popleft()
@@ -118,7 +119,7 @@ class Spool:
             self._remove_front()
 
     def close(self) -> None:
-        """Let go; what waits stays on disk."""
+        """Close the segment being written. Entries on disk stay."""
         if self._writer is not None:
             os.close(self._writer)
             self._writer = None
@@ -219,7 +220,7 @@ class Spool:
             _HEAD.pack(len(e.data), len(e.run.encode()), e.is_frame) + e.run.encode() + e.data for e in kept
         ]  # fmt: skip
         try:
-            # What has lain on the disk must not be lost with the power for its having been shortened.
+            # Durable: a power failure now must not lose the entries that the old segment held.
             replace_file(path, b"".join(parts), durable=True, mode=_MODE)
             self._sizes[path] = sum(map(len, parts))
         except OSError as error:

@@ -1,6 +1,7 @@
-"""Opens the store where it can lie: in the run's folder, else in the state folder, else in memory.
+"""Opens a run's store: in the run's folder, else in the state folder, else in memory.
 
-A folder that cannot be written, is full or lies on a network file system never stops a run; it is said once.
+A folder that is not writable, is full or is on a network file system never stops a run. It causes one warning or log
+line.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STORE_NAME = "store.sqlite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedStore:
-    """A store, where it lies ('' when in memory), where endpoints go, and what a person should know."""
+    """An open store, its path ('' in memory), the folder for endpoint files, and warnings for the user."""
 
     store: Store
     path: str
@@ -33,7 +34,7 @@ class OpenedStore:
 
 
 def open_store(options: AgentOptions, run: str) -> OpenedStore:
-    """Open a run's store, whatever the state of FP8WATCH_DIR. Never raises for a place that does not work."""
+    """Open a run's store, whatever the state of FP8WATCH_DIR. Does not raise for a folder that cannot be used."""
     home = options.directory
     problem = filesystem.why_unwritable(places.run_folder(home, run))
     warnings = [] if problem is None else [f"{places.UNWRITABLE} ({problem})"]

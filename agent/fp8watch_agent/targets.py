@@ -1,9 +1,8 @@
-"""`targets.json` in FP8WATCH_DIR: the live metrics addresses in Prometheus' file_sd form.
+"""`targets.json` in FP8WATCH_DIR: the live metrics addresses in Prometheus's file_sd format.
 
-Brought up to date whenever an endpoint comes or goes, under a file lock: several processes share the folder. What it
-lists already tells which other endpoints to look at: the folder may hold thousands of runs that ended long ago, and
-this is done between the messages of ranks. The run is a `__meta_` label: a plain `run` would push the metrics' own
-aside.
+It is updated whenever an endpoint changes, under a file lock because several processes share the folder. An update
+reads only the endpoints that the file lists and the changed one: the folder may hold thousands of ended runs, and the
+event loop waits for it. The run is a `__meta_` label, because a plain `run` would replace the metrics' own label.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _RUN = "__meta_fp8watch_run"
 
 
 class _Group(msgspec.Struct):
-    """An entry of the file, as far as it is read again."""
+    """The fields of a target group that are read back."""
 
     labels: dict[str, str]
 
 
 def announce(directory: Path, endpoint: Endpoint) -> bool:
-    """Write a run's endpoint and bring `targets.json` up to date; False: it cannot be written, which is logged."""
+    """Write a run's endpoint and update `targets.json`. Returns False, and logs it, when that fails."""
     try:
         endpoints.write(directory, endpoint)
         refresh(directory, endpoint.run)
@@ -42,12 +41,12 @@ def announce(directory: Path, endpoint: Endpoint) -> bool:
 
 
 def _scheme(url: str) -> dict[str, str]:
-    """How Prometheus is told that a target speaks https; http is what it takes for granted."""
+    """The label that makes Prometheus use https; its default is http."""
     return {"__scheme__": "https"} if urlsplit(url).scheme == "https" else {}
 
 
 def refresh(directory: Path, run: str | None = None) -> None:
-    """Bring `targets.json` up to date after a change of this run's endpoint; None: of any. Raises `OSError` when the
+    """Update `targets.json` after a change of this run's endpoint, or of any with None. Raises `OSError` when the
     folder cannot be written."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "targets.json"
@@ -56,7 +55,7 @@ def refresh(directory: Path, run: str | None = None) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             listed = None if run is None else _listed(path)
-        except OSError as error:  # file systems without locks: others write at the same time, so the list may lack some
+        except OSError as error:  # file system without locks: concurrent writers may lose an entry, so read all
             logger.debug("no lock on %s: %s", lock.name, error)
         groups = [
             {
@@ -71,7 +70,7 @@ def refresh(directory: Path, run: str | None = None) -> None:
 
 
 def _listed(path: Path) -> set[str] | None:
-    """The runs in the file; None when there is none that can be read, and everything has to be looked at."""
+    """The runs in the file; None if it cannot be read, so that all endpoints have to be."""
     try:
         groups = msgspec.json.decode(path.read_bytes(), type=list[_Group])
     except (OSError, msgspec.DecodeError):

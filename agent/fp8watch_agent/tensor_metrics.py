@@ -1,7 +1,7 @@
-"""Per-tensor state of one run: ranks merged by module name, arrays with one row a tensor.
+"""The tensor metrics of one run: arrays with one row per tensor, with ranks merged by module name.
 
-Gauges take the extreme over ranks (largest amax and scale, smallest head-room) and keep the last finite
-value. Counters are sums over ranks, except clipped steps, which count a step once however many ranks saw it.
+Gauges take the extreme over ranks (largest amax and scale, smallest head-room) and keep the last finite value. Counters
+are summed over ranks. Only clipped steps count a step once, however many ranks clipped.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CLASSES = ("input", "weight", "output", "grad_output", "grad_input")
 SAMPLED_COUNTS = ("quantized", "saturated", "underflowed", "blocks", "clipped_blocks")
 SAMPLED_GAUGES = ("shadow_error", "scale_spread")
 MAX_TENSORS = 100_000
-"""Rows kept for one run; a layout beyond it is refused."""
+"""Maximum number of rows of a run. A layout beyond it is refused."""
 _RECENT_STEPS = 64
-"""Steps for which it is remembered which tensors were counted as clipped: how far ranks may be apart."""
+"""Steps whose clipped tensors are remembered: how many steps apart ranks may be."""
 
 
 @dataclass(slots=True)
 class _RankView:
-    """Latest values of one rank, one element a row; NaN: not observed."""
+    """Latest values of one rank, one element per row; NaN: not observed."""
 
     layout_id: int
     rows: Rows
@@ -45,7 +45,7 @@ class _RankView:
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A copy of what is exported of a run's tensors; arrays have one element a row."""
+    """A copy of a run's tensor metrics. Arrays have one element per row."""
 
     modules: list[str]
     blocks: list[str]
@@ -55,11 +55,11 @@ class TensorView:
     counts: dict[str, Counts]
     clipped_steps: Counts
     histogram: Counts
-    """Not cumulative, of shape (classes, buckets)."""
+    """[num_classes, num_buckets], not cumulative."""
 
 
 class TensorMetrics:
-    """What is known of a run's quantized tensors. Rows are only ever added."""
+    """The tensor metrics of a run. Rows are never removed."""
 
     def __init__(self) -> None:
         self.modules: list[str] = []
@@ -77,7 +77,7 @@ class TensorMetrics:
         self._class_of: npt.NDArray[np.intp] = np.empty(0, dtype=np.intp)
 
     def layout(self, layout: Layout) -> None:
-        """Learn a rank's columns. Raises `WireError` for more tensors than are kept."""
+        """Set a rank's columns. Raises `WireError` above `MAX_TENSORS`."""
         if len(self._row_of) + self.num_new(layout) > MAX_TENSORS:
             raise WireError(f"layout of {len(layout.columns)} tensors, limit {MAX_TENSORS} a run")
         for column in layout.columns:
@@ -100,11 +100,11 @@ class TensorMetrics:
         self._ranks[layout.rank] = view
 
     def num_new(self, layout: Layout) -> int:
-        """How many rows a layout would add."""
+        """Number of rows that a layout would add."""
         return len({(c.module, c.tensor) for c in layout.columns} - self._row_of.keys())
 
     def view(self, now: float) -> TensorView:
-        """A copy of everything that is exported, which no later frame changes."""
+        """A copy of everything exported. Later frames do not change it."""
         gauges = {name: self.gauge(name) for name in ("amax", "scale", "headroom", *SAMPLED_GAUGES)}
         gauges |= {"amax_max_60s": self.amax_max_60s(now), "headroom_min_60s": self.headroom_min_60s(now)}
         return TensorView(
@@ -118,14 +118,13 @@ class TensorMetrics:
         )
 
     def forget_rank(self, rank: int) -> None:
-        """A rank is gone: its last values no longer count."""
+        """Remove the last values of a rank that is gone."""
         self._ranks.pop(rank, None)
 
     def observe(self, frame: StepFrame, now: float) -> dict[str, int]:
-        """Take in a frame's columns; how many amax, scale and tensor elements were not finite.
+        """Apply a frame's columns. Returns the number of non-finite amax, scale and tensor elements.
 
-        A frame whose layout has not been announced is passed over. Raises `WireError` when a column does not
-        fit the layout.
+        Ignores a frame whose layout has not been announced. Raises `WireError` when a column does not fit the layout.
         """
         view = self._ranks.get(frame.rank)
         if view is None or view.layout_id != frame.layout_id or not frame.columns:
@@ -146,7 +145,7 @@ class TensorMetrics:
         self._observe_headroom(view, frame, amax, scale, amax_ok & scale_ok & ~in_bf16, now)
         for name in ("scale", "headroom"):
             if name in view.gauges:
-                view.gauges[name][view.rows[in_bf16]] = np.nan  # runs in BF16: no scale is in force
+                view.gauges[name][view.rows[in_bf16]] = np.nan  # runs in BF16: no scale in use
         for name in SAMPLED_COUNTS:
             values, ok = _read(frame, name, len(view.rows))
             if name in frame.columns:
@@ -160,7 +159,7 @@ class TensorMetrics:
         return nonfinite
 
     def gauge(self, name: str) -> Floats:
-        """`amax`, `scale`, `headroom` or one of `SAMPLED_GAUGES` of every row, ranks merged; NaN where not observed."""
+        """`amax`, `scale`, `headroom` or one of `SAMPLED_GAUGES` per row, merged over ranks; NaN where not observed."""
         pick: Callable[..., Floats] = np.fmin if name == "headroom" else np.fmax
         merged = np.full(len(self.modules), np.nan, dtype=np.float32)
         for view in self._ranks.values():
@@ -169,11 +168,11 @@ class TensorMetrics:
         return merged
 
     def amax_max_60s(self, now: float) -> Floats:
-        """Largest amax of every row over the window; NaN where none."""
+        """Largest amax per row in the window; NaN where not observed."""
         return self._amax_max.read(now)
 
     def headroom_min_60s(self, now: float) -> Floats:
-        """Smallest head-room of every row over the window; NaN where none."""
+        """Smallest head-room per row in the window; NaN where not observed."""
         return self._headroom_min.read(now)
 
     def _observe_headroom(

@@ -1,9 +1,9 @@
-"""What is older than the time that frames are kept goes out of the stream, by a clock that nobody can set.
+"""Finds the Redis stream entries that are older than the retention time, independent of changes to the clocks.
 
-Entries are named by the clock of Redis' machine. If that is set forward, everything would seem old; if it is set back,
-nothing would become old until it has caught up. So age is told by this process's monotonic clock and the names that
-Redis gave to what it sent. Only a process that has not run for so long yet goes by Redis' clock, and then never beyond
-what it has sent itself.
+Entry IDs contain the time of Redis's clock. If that clock is set forward, every entry looks old; if it is set back, no
+entry gets old until it has caught up. So age is measured with this process's monotonic clock, from the IDs of the
+entries that it has sent. Until the process has run for the retention time, Redis's clock is used, but entries sent by
+this process are kept.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ Id = tuple[int, int]
 
 
 class Ages:
-    """Of one run's stream. `clock` is monotonic, in seconds."""
+    """The ages of one run's stream. `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._marks: deque[tuple[float, Id]] = deque()
-        """(when it was sent, name), one in `EVERY_SECONDS`, oldest first."""
+        """(time sent, entry ID), one per `EVERY_SECONDS`, oldest first."""
 
     def sent(self, name: str) -> None:
-        """Redis took an entry under this name, e.g. `1700000000000-3`."""
+        """Redis has added an entry with this ID, such as `1700000000000-3`."""
         now, given = self._clock(), parse(name)
         if self._marks and given < self._marks[-1][1]:
-            self._marks.clear()  # another stream of the same name: Redis has lost the first
+            self._marks.clear()  # a new stream of the same name: Redis has lost the old one
         if not self._marks or now - self._marks[-1][0] >= EVERY_SECONDS:
             self._marks.append((now, given))
 
     def oldest_kept(self, keep_seconds: float, redis_seconds: float) -> str:
-        """Everything before this name is older than `keep_seconds`; `redis_seconds`: Unix time by Redis' clock."""
+        """The ID before which all entries are older than `keep_seconds`. `redis_seconds`: Unix time of Redis's
+        clock."""
         now = self._clock()
         old = [name for at, name in self._marks if now - at >= keep_seconds]
         if old:
@@ -44,11 +45,11 @@ class Ages:
 
 
 def parse(name: str) -> Id:
-    """Milliseconds and number of an entry's name."""
+    """Milliseconds and sequence number of an entry ID."""
     milliseconds, _, number = name.partition("-")
     return int(milliseconds), int(number or 0)
 
 
 def shown(name: Id) -> str:
-    """As Redis writes it."""
+    """The ID as Redis writes it."""
     return f"{name[0]}-{name[1]}"

@@ -1,10 +1,9 @@
-"""The thread that sends what this node has to say to Redis, in order, and keeps it on disk while it cannot.
+"""The thread that sends this node's messages to Redis, in order, and keeps them on disk while Redis is unreachable.
 
-Nothing else in the agent waits for Redis. Every message is sealed (numbered, and signed where there is a key) when it
-is taken from the queue, so that what is sent twice is known by its number.
+No other part of the agent waits for Redis. Messages are numbered, and signed if there is a key, when they are taken
+from the queue. The receiver recognises a message sent twice by its number.
 
-While Redis is away everything goes to the spool; when it is back the spool is sent first. `seal` is the one place
-where a message leaves the node.
+While Redis is unreachable, messages go to the spool, which is sent first when Redis is back.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BATCH_ENTRIES = 64
 BATCH_BYTES = 4 * 1024**2
 PRESENCE_SECONDS = 2.0
 PRESENCE_TTL_MS = 15_000
-"""An agent that has not been heard of for this long is taken for gone, with its ranks."""
+"""An agent without a sign of life for this long counts as gone, with its ranks."""
 TRIM_SECONDS = 10.0
 FIRST_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 2.0
@@ -46,7 +45,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class UplinkThread(threading.Thread):
-    """Owns one connection. `send` may be called from any thread and never waits."""
+    """Owns one connection to Redis. `send` may be called from any thread and never blocks."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class UplinkThread(threading.Thread):
         keys: Mapping[str, object] | None = None,
         on_error: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`keys`: what the agent says of the keys that it was given (`fp8watch.security.keyring.shown`)."""
+        """`keys`: the fingerprints of the agent's keys (`fp8watch.security.keyring.shown`)."""
         super().__init__(name="fp8watch-uplink", daemon=True)
         self._link = link
         self._redis: Any = link.client
@@ -74,7 +73,7 @@ class UplinkThread(threading.Thread):
         self._queue: deque[Uplink | Over | Again | Heard] = deque()
         self._known: dict[str, Known] = {}
         self._gone: list[tuple[str, str]] = []
-        """(run, field of its `ranks`) that are to be removed."""
+        """(run, field of its `ranks` hash) to be removed."""
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._retry_seconds = FIRST_RETRY_SECONDS
@@ -83,12 +82,12 @@ class UplinkThread(threading.Thread):
         self._namesake = Namesake(os.getpid(), self._since_unix, time.monotonic)
         self._said: set[str] = set()
         self.is_away = False
-        """Redis cannot be reached or takes nothing; things go to the spool."""
+        """Whether Redis is unreachable or refuses writes. Messages then go to the spool."""
         self.lost: Counter[str] = Counter()
         self.sent = 0
         self.sent_bytes = 0
         self.replayed = 0
-        """Entries that came from the spool."""
+        """Number of entries sent from the spool."""
 
     @property
     def waiting_bytes(self) -> int:
@@ -97,16 +96,16 @@ class UplinkThread(threading.Thread):
 
     @property
     def spool_errors(self) -> int:
-        """Times the spool could not be written."""
+        """Failed writes to the spool."""
         return self._spool.errors
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Messages that are lost for good, by reason."""
+        """Lost messages by reason."""
         return dict(self.lost + self._spool.lost)
 
     def send(self, message: Uplink | Over | Again | Heard) -> None:
-        """Queue a message."""
+        """Queue a message. A full queue drops its oldest one, which is counted."""
         if len(self._queue) >= MAX_QUEUED:
             self._queue.popleft()
             self.lost["queue_full"] += 1
@@ -114,22 +113,21 @@ class UplinkThread(threading.Thread):
         self._wake.set()
 
     def stop(self, seconds: float = 3.0) -> None:
-        """Send what is there, spool what cannot be sent, and end."""
+        """Send the queue, spool what cannot be sent, and stop the thread."""
         self._stopping.set()
         self._wake.set()
         self.join(seconds)
 
     def learn_term(self, run: str, term: int) -> None:
-        """A command of this term was heard: ranks that are announced again have seen it."""
+        """A command of this term has arrived. Ranks that are announced again have seen it."""
         self.send(Heard(run, term))
 
     def announce_again(self, run: str) -> None:
-        """Say again which ranks of a run are here: the controller has refused them, and may not any more. Safe from any
-        thread."""
+        """Announce a run's ranks again: the controller has refused them and may accept them now. Thread-safe."""
         self.send(Again(run))
 
     def forget(self, run: str) -> None:
-        """A run is over on this node, once what was sent of it before is out. Safe from any thread."""
+        """A run is over on this node. Takes effect after the messages already queued. Thread-safe."""
         self.send(Over(run))
 
     def run(self) -> None:
@@ -176,7 +174,7 @@ class UplinkThread(threading.Thread):
             if now - self._away_since > PRESENCE_TTL_MS / 2000:
                 for run in list(self._known):
                     self.send(Again(run))
-            self._presence_at = 0.0  # look at once whether Redis still knows this node's runs
+            self._presence_at = 0.0  # check now whether Redis still has this node's runs
             logger.info("redis at %s takes frames again; %d from the spool sent", self._link.shown, self.replayed)
         self._retry_seconds = FIRST_RETRY_SECONDS
 
@@ -202,7 +200,7 @@ class UplinkThread(threading.Thread):
                 self._spool.put(entry)
 
     def _next(self) -> Entry | None:
-        """The next of the queue, sealed; None: nothing is to be sent for it."""
+        """Take the next message from the queue and seal it; None: there is nothing to send for it."""
         message = self._queue.popleft()
         if not isinstance(message, Over | Again | Heard):
             return self._sealed(message)
@@ -220,7 +218,7 @@ class UplinkThread(threading.Thread):
         return None
 
     def _left(self, run: str, rank: int) -> None:
-        """A rank is not here any more."""
+        """A rank has left this node."""
         known = self._known.get(run, Known())
         known.hellos.pop(rank, None)
         known.sealed.pop(rank, None)
@@ -230,10 +228,10 @@ class UplinkThread(threading.Thread):
             self._gone.append((run, layout_field(self._node)))
 
     def _sealed(self, message: Uplink) -> Entry | None:
-        """The one place where a message leaves the node."""
+        """Seal a message and update the run's record. Every message that leaves the node passes here."""
         if isinstance(message, Hello):
             self._known.setdefault(message.run, Known()).hellos[message.rank] = message
-            self._presence_at = 0.0  # a run that goes on must not be let go with its earlier end
+            self._presence_at = 0.0  # a continued run must not expire with its earlier end
         elif isinstance(message, Layout):
             self._known.setdefault(message.run, Known()).layout = message
         elif isinstance(message, Goodbye | RankLost):
@@ -251,7 +249,7 @@ class UplinkThread(threading.Thread):
         return Entry(message.run, isinstance(message, NodeFrame), data)
 
     def _post(self, entries: list[Entry]) -> None:
-        """Send entries in order. Raises when one of them was not taken: then all are to be sent again."""
+        """Send entries in order. Raises if Redis refused one; all have to be sent again then."""
         gone = self._gone[:]
         written: dict[str, bytes | None] = {}
         with self._redis.pipeline(transaction=False) as pipe:
@@ -278,7 +276,7 @@ class UplinkThread(threading.Thread):
         self.sent_bytes += sum(len(entry.data) for entry in entries)
 
     def _keep_up(self, now: float) -> None:
-        """Say that this node is there, trim, and announce again what Redis has lost."""
+        """Write this node's presence, trim streams, and announce runs that Redis has lost."""
         if now - self._presence_at < PRESENCE_SECONDS:
             return
         self._presence_at = now
@@ -305,12 +303,12 @@ class UplinkThread(threading.Thread):
                 self.send(Again(run))
         if now - self._trim_at >= TRIM_SECONDS:
             self._trim_at = now
-            # Each agent trims, so that streams are bounded while no controller runs.
+            # Each agent trims, so that streams stay bounded without a controller.
             self._trim(runs, self._keep_seconds)
 
     def _look_around(self, runs: list[str]) -> str:
-        """Keep what an earlier end of a run wanted to expire: it goes on. Returns who else sends under this node's
-        name; empty: nobody. Under the rights of an earlier version neither is allowed, which is said once."""
+        """Cancel the expiry that an earlier end set on the keys of these runs. Returns another agent that uses this
+        node's name, or "". Redis ACLs of an earlier version deny both, which is logged once."""
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(redis_keys.NODES, self._node)
             for run in runs:
@@ -338,7 +336,7 @@ class UplinkThread(threading.Thread):
             logger.warning("%s", words)
 
     def _note_ages(self, entries: list[Entry], answers: list[Any]) -> None:
-        """Names that Redis gave: an entry's answer is a name, of the other commands a number."""
+        """Record the entry IDs: XADD returns an ID, the other commands a number."""
         names = [answer.decode() for answer in answers if isinstance(answer, bytes)]
         for entry, name in zip(entries, names, strict=False):
             if (known := self._known.get(entry.run)) is not None:
@@ -365,7 +363,7 @@ class UplinkThread(threading.Thread):
             self._make_room()
 
     def _make_room(self) -> None:
-        """A full server takes no frames but still trims: keep half as long."""
+        """When Redis is out of memory, XTRIM still works: keep half the retention time."""
         try:
             self._trim(list(self._known), self._keep_seconds / 2)
         except (RedisError, OSError) as error:

@@ -1,7 +1,7 @@
-"""The extreme of the last 60 seconds for every tensor, whatever the scrape interval.
+"""The extreme of every tensor over the last 60 seconds, whatever the scrape interval.
 
-One row a second for 61 seconds: the answer covers at least the last 60 seconds and at most 61. Reading
-changes nothing, so several Prometheus servers see the same.
+There is one slot per second for 61 seconds, so the result covers 60 to 61 seconds. Reading changes nothing, so that
+several Prometheus servers see the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Rows = npt.NDArray[np.intp]
 
 
 class SlidingExtreme:
-    """Maximum (or minimum) of each of `size` series over the window."""
+    """Maximum or minimum of each of `size` series over the window."""
 
     def __init__(self, *, is_maximum: bool, size: int = 0) -> None:
         self._fill = np.float32(-np.inf if is_maximum else np.inf)
@@ -26,13 +26,13 @@ class SlidingExtreme:
         self._values: Floats = np.full((_SLOTS, size), self._fill, dtype=np.float32)
 
     def grow(self, size: int) -> None:
-        """Make room for series that were added at the end."""
+        """Add series at the end."""
         missing = size - self._values.shape[1]
         if missing > 0:
             self._values = np.pad(self._values, ((0, 0), (0, missing)), constant_values=self._fill)
 
     def update(self, now: float, rows: Rows, values: Floats) -> None:
-        """Take in finite `values` (float32) of series `rows` (unique) at `now`, seconds of a monotonic clock."""
+        """Add finite float32 `values` of the series `rows` (unique). `now`: seconds of a monotonic clock."""
         second = int(now)
         slot = second % _SLOTS
         if self._seconds[slot] != second:
@@ -41,7 +41,7 @@ class SlidingExtreme:
         self._values[slot, rows] = self._pick(self._values[slot, rows], values)
 
     def read(self, now: float) -> Floats:
-        """The extreme of every series; NaN where nothing came within the window."""
+        """The extreme of every series; NaN where the window has no value."""
         is_live = (self._seconds > int(now) - _SLOTS) & (self._seconds >= 0)
         if not is_live.any():
             return np.full(self._values.shape[1], np.nan, dtype=np.float32)

@@ -1,8 +1,7 @@
-"""Which layers deserve series of their own: the K whose numbers are worst, changed sparingly.
+"""Selects the K worst layers, which get their own series.
 
-Worst is least head-room within the last minute (it clipped, or nearly), or far too much of it now (small
-values underflow). A layer that is chosen stays for at least 15 s, because every
-change of the set starts and ends series.
+A layer is bad if it had little head-room in the last minute (it clipped, or almost did) or has far too much now (small
+values underflow). A complete selection is kept for 15 s, because each change ends series and starts others.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 ROOMY_LOG2 = 8.0
-"""Head-room above which too much of the format's range lies unused."""
+"""Head-room above which too much of the format's range is unused."""
 RESELECT_SECONDS = 15.0
 
 Floats = npt.NDArray[np.float32]
 
 
 class WorstLayers:
-    """Keeps the chosen modules of one run."""
+    """The selected modules of one run."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -26,7 +25,7 @@ class WorstLayers:
         self._chosen_at = -np.inf
 
     def select(self, now: float, modules: list[str], headroom: Floats, headroom_min: Floats) -> list[str]:
-        """The chosen modules, worst first at the time of the choice; arrays have one element a tensor."""
+        """The selected modules, worst first at the time of selection. Arrays have one element per tensor."""
         if now - self._chosen_at < RESELECT_SECONDS and len(self._chosen) >= min(self._count, len(set(modules))):
             return self._chosen
         score: dict[str, float] = {}

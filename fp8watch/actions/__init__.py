@@ -1,1 +1,1 @@
-"""What can be changed in a live run: one file per action, each with apply, read back and revert."""
+"""The actions that change a live run: one file per action, each with apply, read back and revert."""

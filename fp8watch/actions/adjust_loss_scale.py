@@ -43,7 +43,7 @@ class AdjustLossScale:
         return Applied(step=step, params=params, before={"loss_scale": before}, expected={"loss_scale": scale})
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether the scaler has the new value. Asked right away, before the scaler's own growth or back-off."""
+        """Whether the scaler has the new value. Called at once, before the scaler's own growth or back-off."""
         return self._compare(applied.expected["loss_scale"])
 
     def _compare(self, wanted: float) -> ReadBack:
@@ -58,7 +58,7 @@ class AdjustLossScale:
         self._set(self._scaler(), applied.before["loss_scale"])
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Whether the scaler has the previous value. Asked right away, as `read_back`."""
+        """Whether the scaler has the previous value. Called at once, like `read_back`."""
         return self._compare(applied.before["loss_scale"])
 
     def _scaler(self) -> Any:
@@ -68,8 +68,8 @@ class AdjustLossScale:
 
     @staticmethod
     def _set(scaler: Any, scale: float) -> None:
-        # Not `scaler.update(scale)`: that forgets which optimizers have been stepped, and where the loop calls
-        # `watch.step` between `scaler.step` and `scaler.update`, its own update would raise.
+        # Not `scaler.update(scale)`, which forgets which optimizers have been stepped: if the loop calls `watch.step`
+        # between `scaler.step` and `scaler.update`, its own update would raise.
         held = getattr(scaler, "_scale", None)
         if not isinstance(held, torch.Tensor):
             raise ActionError("the scaler has not been used yet: it has no scale to change")

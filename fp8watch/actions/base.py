@@ -1,8 +1,8 @@
 """The three verbs of every action: apply, read back, revert.
 
-Success is never assumed: `read_back` looks at the effective value (the LR that the optimizer used, the limit
-the clip applied, the precision a module ran in), because FP8 libraries silently ignore many settings. All three run
-on the training thread at a step boundary.
+`read_back` looks at the effective value (the LR that the optimizer used, the limit that the clip applied, the precision
+in which a module ran), because FP8 libraries silently ignore many settings. All three run on the training thread at a
+step boundary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack:
-    """The effective value found after an action. `ok` is None while it is not visible: ask at the next boundary."""
+    """The effective value found after an action. `ok` None: it is not visible yet, so read back again at the next
+    boundary."""
 
     ok: bool | None
     observed: dict[str, Any] = field(default_factory=dict)
@@ -49,4 +50,4 @@ class Action(Protocol):
         """Undo it. Raises `ActionError` if it cannot be undone."""
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Whether it is no longer in force. Asked from the boundary of the revert on, as `read_back`."""
+        """Whether the change is no longer in force. Called from the boundary of the revert on, like `read_back`."""

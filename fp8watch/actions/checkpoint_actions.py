@@ -44,12 +44,12 @@ class CheckpointNow(_CheckpointAction):
     def __init__(self, context: ActionContext) -> None:
         super().__init__(context)
         self._checks: dict[str, Future[CheckpointError | None]] = {}
-        """Checkpoints whose files are being compared with their sums, or were: what is wrong with each."""
+        """Checksum comparisons that are running or not yet read, by checkpoint. A result is the error, or None."""
 
     @property
     def patience(self) -> int:
-        """Number of boundaries for which its read-back may stay pending; other actions show after a few. Saving and
-        the comparison of the files end by themselves, however many steps are made meanwhile."""
+        """Number of boundaries for which the read-back may stay pending. Unlimited while a save or a comparison of
+        files is running, because both end by themselves."""
         manager = self._context.checkpoints
         is_busy = any(not check.done() for check in self._checks.values()) or bool(manager and manager.pending)
         return sys.maxsize if is_busy else PATIENCE
@@ -60,10 +60,10 @@ class CheckpointNow(_CheckpointAction):
         return Applied(step=step, params=params, expected={"checkpoint": record.checkpoint, "path": record.path})
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether the files on disk are those of the manifest, and the manifest is of this step.
+        """Whether the files on disk match the manifest, and the manifest is of this step.
 
-        Pending until all ranks' parts are durable, then until this rank has checked its share of the files, on a thread
-        of its own.
+        Pending until the parts of all ranks are durable, then until a thread has checked this rank's share of the
+        files.
         """
         folder = Path(applied.expected["path"])
         manager = self._manager()
@@ -83,7 +83,7 @@ class CheckpointNow(_CheckpointAction):
         return ReadBack(ok=found.step == applied.step, observed=observed)
 
     def _problem_of(self, folder: Path, files: dict[str, FileEntry]) -> CheckpointError | str | None:
-        """What is wrong with the files; a text: they are being checked."""
+        """The error found in the files, or None. A string: they are still being checked."""
         check = self._checks.get(folder.name)
         if check is None:
             check = self._checks[folder.name] = later(lambda: _compare(folder, files))
@@ -96,21 +96,21 @@ class CheckpointNow(_CheckpointAction):
         self._manager().withdraw(applied.expected["checkpoint"])
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Whether it is no longer being saved."""
+        """Whether the checkpoint is no longer being saved."""
         is_gone = applied.expected["checkpoint"] not in self._manager().pending
         return ReadBack(ok=is_gone, detail="" if is_gone else "it is still being saved")
 
 
 def _compare(folder: Path, files: dict[str, FileEntry]) -> CheckpointError | None:
     try:
-        verify(folder, files, max_threads=1)  # the cores are training's
+        verify(folder, files, max_threads=1)  # training needs the cores
     except CheckpointError as error:
         return error
     return None
 
 
 class CheckpointCadence(_CheckpointAction):
-    """Saves every `every` steps until reverted. Of several in force the latest applies."""
+    """Saves every `every` steps until reverted. If several are in force, the latest applies."""
 
     name = "checkpoint_cadence"
 
@@ -136,12 +136,12 @@ class CheckpointCadence(_CheckpointAction):
         return ReadBack(ok=every == applied.expected["every"], observed={"every": every})
 
     def revert(self, applied: Applied) -> None:
-        """Take this cadence away: the latest of the others applies, or without any the user's own."""
+        """Remove this cadence. The latest of the others applies, or the user's own if there is none."""
         if self._cadences.remove(applied.expected["number"]):
             self._manager().set_every(self._cadences.latest(self._users_own))
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Whether the cadence is the one that remains."""
+        """Whether this cadence is gone and the remaining one applies."""
         every, wanted = self._manager().every, self._cadences.latest(self._users_own)
         is_back = every == wanted and applied.expected["number"] not in self._cadences
         return ReadBack(ok=is_back, observed={"every": every}, detail="" if is_back else f"the cadence is {every}")

@@ -1,4 +1,4 @@
-"""What actions act on: the live objects and controls of one training process.
+"""The live objects and controls of one training process, on which actions work.
 
 The training side builds one context at attach and passes it to `registry.build_actions`. Actions run only on the
 training thread, at a step boundary.
@@ -43,9 +43,9 @@ class ActionContext:
     """Runs the next batch forward and returns its loss, without consuming the batch (for `recheck`)."""
 
     halt_reason: str | None = None
-    """Set by `halt`: the core raises `Halted` with it at the end of the boundary."""
+    """Reason of a pending halt: `Watch.step` raises `Halted` with it at the end of the boundary."""
     elsewhere: tuple[str, ...] = ()
-    """FP8 modules that only other ranks hold (pipeline stages, experts): there is nothing to do for them here."""
+    """FP8 modules that only other ranks hold (pipeline stages, experts); actions ignore them here."""
     high_precision: dict[str, list[str]] = field(default_factory=dict)
     """Modules held in BF16: key of an applied action -> its modules. A rollback does not change them."""
 

@@ -1,4 +1,4 @@
-"""Which parameters the first optimizer update after a restore started from."""
+"""Checksum of the parameters from which the first optimizer update after a restore starts."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from fp8watch.actions.context import ActionContext
 
 
 class Halt:
-    """Sets `context.halt_reason`; the core raises `Halted` with it. Parameter: `reason`."""
+    """Sets `context.halt_reason`; `Watch.step` raises `Halted` with it. Parameter: `reason`."""
 
     name = "halt"
 
@@ -17,7 +17,7 @@ class Halt:
         self._context = context
 
     def unavailable(self) -> str | None:
-        """Always possible."""
+        """None: always available."""
         return None
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:

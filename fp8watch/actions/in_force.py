@@ -1,4 +1,4 @@
-"""What several applications of one action have set side by side: each is taken away by itself, in any order."""
+"""Values set by several applications of one action. Each can be removed on its own, in any order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class InForce(Generic[T]):
-    """Values in the order in which they were set, by a number of their own. Empty, it is false."""
+    """Values in the order in which they were added, each with its own number. False if empty."""
 
     def __init__(self) -> None:
         self._values: dict[int, T] = {}
@@ -28,15 +28,15 @@ class InForce(Generic[T]):
         return self._values.values()
 
     def add(self, value: T) -> int:
-        """Its number."""
+        """Add a value; returns its number."""
         number = next(self._numbers)
         self._values[number] = value
         return number
 
     def remove(self, number: int) -> bool:
-        """Whether it was in force until now."""
+        """Remove a value by its number. False: it was not there."""
         return self._values.pop(number, None) is not None
 
     def latest(self, own: T) -> T:
-        """The value set last; `own` where none is left."""
+        """The value added last; `own` if there is none."""
         return next(reversed(self._values.values()), own)

@@ -1,7 +1,7 @@
-"""How ranks agree on a target before an action overwrites anything that cannot be restored.
+"""Agreement of all ranks on a target, before an action overwrites anything that cannot be restored.
 
-All ranks ask the same questions in the same order: first whether this rank can act at all, then for one target after
-another whether it is intact on this rank. The lowest answer decides.
+All ranks answer the same questions in the same order: first whether the rank can act at all, then for each target in
+turn whether it is intact there. The lowest answer decides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Choosing(Protocol):
 
     def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
         """Agree on the target and load it; `apply` is called next. Raises `ActionError` or `CheckpointError` on all
-        ranks when there is no target. Asks the same number of questions on every rank, also where it fails."""
+        ranks when there is no target. Asks the same number of questions on every rank, also on one that fails."""
 
     def drop_choice(self) -> None:
         """Discard what `choose` has loaded; nothing is applied."""

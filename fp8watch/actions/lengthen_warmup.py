@@ -1,8 +1,8 @@
 """`lengthen_warmup`: while the schedule is still warming up, follow it more slowly.
 
-A schedule that can be evaluated at other steps (`fp8watch.actions.lr_curve`) tells the end of its warm-up from the
-start. For any other, the LRs seen so far are enough (`fp8watch.actions.lr_seen`): the slower walk never reaches a
-position that the schedule has not passed.
+If the schedule can be evaluated at other steps (`fp8watch.actions.lr_curve`), the end of its warm-up is known from the
+start. For any other schedule, the LRs seen so far are enough (`fp8watch.actions.lr_seen`), because the slower schedule
+needs only positions that the original one has passed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class LengthenWarmup(LrAction):
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the LR has risen at every step so far, for a schedule whose end of warm-up cannot be known."""
+        """Whether the LR has risen at every step so far, for a schedule that cannot be evaluated at other steps."""
         return self._seen is not None and self._seen.is_rising
 
     def unavailable(self) -> str | None:
-        """See `Action`. No scheduler, one that cannot be evaluated, no warm-up, or one that is over."""
+        """See `Action`. Reasons: no scheduler, no knowledge of its warm-up, no warm-up, or one that is over."""
         if self._seen is not None:
             why = super().unavailable() or self._seen.why_not()
             return why if why is None or self._seen.warmup_steps else f"{self._curve.unavailable}; {why}"
@@ -96,7 +96,7 @@ class LengthenWarmup(LrAction):
         return tuple(factors)
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """As for every LR action, but the first step, at t0, has factor 1 and shows nothing."""
+        """As in `LrAction`, but pending at the first step (t0), which has factor 1 and shows nothing."""
         position = self._control.last_position
         has_updated = self._control.updates > applied.expected["after_update"]
         if has_updated and (position is None or position <= applied.expected["start"]):

@@ -1,4 +1,4 @@
-"""What the three LR actions share: each adds one rule to `LrControl` and reads it back from the last optimizer step."""
+"""Base of the three LR actions: each adds one rule to `LrControl` and reads it back from the last optimizer step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LrAction:
         )
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether the last optimizer step used the LR that the rules demand."""
+        """Whether the last optimizer step used the LR that the rules require."""
         control = self._control
         if applied.expected["rule"] not in control.rules:
             return ReadBack(ok=False, detail="the LR rule is no longer in force")
@@ -69,7 +69,7 @@ class LrAction:
         return ReadBack(ok=True, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """Remove the rule; one that has ended or was replaced is gone already."""
+        """Remove the rule, unless it has ended or was replaced."""
         self._control.remove(applied.expected["rule"])
 
     def read_back_revert(self, applied: Applied) -> ReadBack:

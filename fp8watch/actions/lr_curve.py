@@ -1,9 +1,9 @@
-"""What LR the user's scheduler would set at other positions, without touching the scheduler.
+"""The LR that the user's scheduler would set at other positions, without touching the scheduler.
 
-A scheduler with a closed formula (LambdaLR, LinearLR, cosine, SequentialLR of these, ...) is evaluated on a shallow
-copy, provided that the result for the current position equals the live LR. Any other is copied whole onto a throw-away
-optimizer and stepped there, which reaches only the current and later positions. Only schedulers that can be evaluated
-without side effects are evaluated at all (`fp8watch.actions.lr_pure`).
+A scheduler with a closed form (LambdaLR, LinearLR, cosine, SequentialLR of these, ...) is evaluated on a shallow copy,
+if the result for the current position equals the live LR. Any other scheduler is deep-copied with a throw-away
+optimizer and stepped, which reaches only the current and later positions. Schedulers that may have side effects are not
+evaluated (`fp8watch.actions.lr_pure`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Values = tuple[float, ...]
 """One LR per parameter group."""
 
 MAX_FORMULA_STEPS = 100_000
-"""Positions searched for the end of a warm-up, for a scheduler with a formula (0.1 s)."""
+"""Positions searched for the end of a warm-up, for a scheduler with a closed form (0.1 s)."""
 MAX_SIMULATED_STEPS = 20_000
 """The same for a scheduler that has to be stepped."""
 RISE = 1e-9
@@ -122,7 +122,7 @@ class LrCurve:
 
 
 def _formula(scheduler: Any) -> Callable[[int], Values] | None:
-    """LRs by position from the scheduler's own formula; None if it has none."""
+    """LRs by position from the scheduler's closed form; None if it has none."""
     if isinstance(scheduler, torch_schedulers.SequentialLR):
         inner = [_formula(part) for part in scheduler._schedulers]
         if any(part is None for part in inner):

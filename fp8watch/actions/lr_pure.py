@@ -1,8 +1,8 @@
-"""Which schedulers may be evaluated at other steps: those for which that cannot have a side effect.
+"""Decides which schedulers may be evaluated at other steps: those without side effects.
 
 A schedule that counts its own calls, draws random numbers or prints must be called only by the user: an extra call
-would change its later LRs, and so the weights. Torch's own classes are accepted by exact type. A function given to
-LambdaLR or MultiplicativeLR is accepted if its byte code shows that it only computes.
+could change its later LRs, and so the weights. Torch's own classes are accepted by exact type. A function given to
+LambdaLR or MultiplicativeLR is accepted if its bytecode shows that it is pure.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _is_pure_dataclass(function: Any, seen: set[int]) -> bool:
 
 
 def _properties(kind: type) -> set[str]:
-    """Names of a class whose access runs code."""
+    """Names of the properties of a class, whose access runs code."""
     return {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, property)}
 
 
@@ -120,7 +120,7 @@ def _is_pure_code(code: types.CodeType, names: dict[str, Any], fields: frozenset
 
 
 def _is_harmless(value: Any, seen: set[int]) -> bool:
-    """Whether a value is immutable or a function that only computes."""
+    """Whether a value is immutable or a pure function."""
     if type(value) in _VALUES:
         return True
     if type(value) in (tuple, frozenset):

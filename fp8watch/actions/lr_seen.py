@@ -1,9 +1,8 @@
-"""The LRs that a scheduler has set so far: how its warm-up is recognised where it cannot be evaluated at other steps.
+"""Recognises the warm-up of a scheduler that cannot be evaluated at other steps, from the LRs that it has set so far.
 
 A schedule that has risen at every position since its first is warming up; the first position without a rise ends the
 warm-up. That is enough for `lengthen_warmup`, which follows the schedule more slowly and so needs only LRs that were
-already seen. Positions are the scheduler's (`last_epoch`): after a rollback, which resets them, the LRs seen there
-before are still known.
+already seen. Positions are the scheduler's `last_epoch`. A rollback resets it, but LRs seen before are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fp8watch.actions.lr_rules import Lr
 LEAST_RISES = 8
 """Consecutive rises, from the first position on, that make a warm-up."""
 MAX_POSITIONS = 200_000
-"""Most positions that are kept (some 20 MB); a longer schedule is given up."""
+"""Most positions that are kept (about 20 MB). For a longer schedule, learning stops."""
 
 
 class SeenCurve:
@@ -31,7 +30,7 @@ class SeenCurve:
         self.warmup_steps: int | None = None
         """Position at which the LR stopped rising. None: not known yet. 0: there is no warm-up."""
         self.is_needed = False
-        """Whether a rule follows this curve, so that LRs have to be noted after the warm-up too."""
+        """Whether a rule uses this curve, so that LRs have to be recorded after the warm-up too."""
         self._positions: list[int] = []
         self._values: list[Values] = []
 
@@ -54,7 +53,7 @@ class SeenCurve:
         return None
 
     def note(self, position: int | None, lrs: list[Lr]) -> None:
-        """Learn what the schedule has set for the coming update."""
+        """Record the LRs that the scheduler has set for the next update."""
         if self.unavailable is not None or position is None:
             return
         if self.warmup_steps is not None and not self.is_needed:

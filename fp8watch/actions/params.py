@@ -1,4 +1,4 @@
-"""Reading an action's parameters. All are checked before anything is changed."""
+"""Reads and checks an action's parameters, before anything is changed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def flag(params: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def names(params: Mapping[str, Any], name: str, known: Sequence[str], elsewhere: Collection[str] = ()) -> list[str]:
-    """A non-empty list of known names, in the given order and without duplicates. Names in `elsewhere` are valid but
-    left out: there is nothing to do for them on this rank. Raises `ActionError`."""
+    """A list of known names, in the given order and without duplicates. Names in `elsewhere` are valid but left out,
+    because their modules are on other ranks. Raises `ActionError`, also for an empty list."""
     value = params.get(name)
     if isinstance(value, str):
         value = [value]

@@ -1,4 +1,4 @@
-"""What the FP8 actions share: modules held in BF16 by several actions at once, tensor names, memory cost."""
+"""Common parts of the FP8 actions: modules held in BF16 by several actions at once, tensor names, memory cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fp8Action:
             return None
         if controls is None or not controls.modules():
             return "no FP8 module was found in the model"
-        # The controls of a framework that keeps no scales list the actions that have nothing to act on, and why.
+        # Controls of a framework without persistent scales list the actions that cannot work, with the reasons.
         reasons: dict[str, str] = getattr(controls, "unavailable", {})
         return reasons.get(self.name)
 
@@ -42,7 +42,7 @@ class Fp8Action:
         return [] if controls is None else list(controls.modules())
 
     def _is_elsewhere(self) -> bool:
-        """Whether all FP8 modules are on other ranks: nothing to do here then, which is not a failure."""
+        """Whether all FP8 modules are on other ranks. An action then does nothing here and succeeds."""
         return bool(self._context.elsewhere) and not self._modules()
 
     def _nothing_here(self, step: int, params: dict[str, Any]) -> Applied:
@@ -55,8 +55,8 @@ class Fp8Action:
         return self._context.controls
 
     def _has_updated(self, applied: Applied) -> bool:
-        """Whether an optimizer update was made since the action. (Step numbers go back at a rollback; this count does
-        not.)"""
+        """Whether an optimizer update was made since the action. Counts updates, because step numbers go back at a
+        rollback."""
         return bool(self._context.lr.updates > applied.expected["after_update"])
 
 
@@ -96,7 +96,7 @@ class HighPrecision(Fp8Action):
         return sum(weight.numel() for weight in weights if weight is not None)
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """In which precision the modules ran in their last forward, once a step has passed."""
+        """Whether the modules ran in BF16 in their last forward, once a step has passed."""
         if "elsewhere" in applied.expected:
             return NOTHING_HERE
         if applied.expected["hold"] not in self._context.high_precision:
@@ -134,7 +134,7 @@ class HighPrecision(Fp8Action):
             del self._context.high_precision[key]
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Whether the modules ran in FP8 in their last forward, once a step has passed; but those that others hold."""
+        """Whether the modules ran in FP8 in their last forward, except those that other actions hold in BF16."""
         if "elsewhere" in applied.expected:
             return NOTHING_HERE
         back = read.names(applied.params, "layers", applied.expected["layers"], self._context.elsewhere)
@@ -152,7 +152,7 @@ class HighPrecision(Fp8Action):
 
 
 def scale_names(controls: Fp8Controls) -> list[str]:
-    """`module:tensor` of every scale that can be read; not every framework keeps one for every tensor."""
+    """`module:tensor` of every scale that can be read. Not every framework keeps a scale for every tensor."""
     found: list[str] = []
     for module in controls.modules():
         for tensor in TENSORS:

@@ -24,10 +24,10 @@ class RaiseMargin(Fp8Action):
         super().__init__(context)
         self._numbers = itertools.count(1)
         self._after_revert: dict[int, float] = {}
-        """Number of an action that was reverted -> the margin that this was to leave."""
+        """Number of a reverted action -> the margin that its revert has set."""
 
     def unavailable(self) -> str | None:
-        """See `Action`. Also when the recipe has no margin."""
+        """See `Action`. Unavailable also when the recipe has no margin."""
         reason = super().unavailable()
         if reason is None and not self._is_elsewhere() and self._controls_margin() is None:
             return "the recipe in use has no margin"
@@ -85,7 +85,7 @@ class RaiseMargin(Fp8Action):
         return ReadBack(ok=is_followed, observed=observed, detail=detail)
 
     def revert(self, applied: Applied) -> None:
-        """Subtract the bits again; what other actions have added since stays."""
+        """Subtract the bits again. Bits that other actions have added since stay."""
         if "elsewhere" in applied.expected:
             return
         controls = self._controls()

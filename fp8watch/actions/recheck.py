@@ -47,7 +47,7 @@ class Recheck:
             for _ in range(2):
                 self._restore(buffers, fp8, random)
                 sums.append(self._run())
-        except Exception as error:  # the loop's own code, or out of memory: nothing is left of it below
+        except Exception as error:  # from the user's `forward`, or out of memory; the state is restored below
             raise ActionError(f"the batch could not be run again: {type(error).__name__}: {error}") from error
         finally:
             self._restore(buffers, fp8, random)
@@ -94,14 +94,13 @@ class Recheck:
         """Nothing to undo."""
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Nothing to look at."""
+        """Always ok."""
         return ReadBack(ok=True)
 
 
 def _copy_if_shared(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The values of a gradient that is part of a larger buffer, which a backward pass fills anew; None: it is not.
-
-    DistributedDataParallel with `gradient_as_bucket_view` keeps gradients so.
+    """A copy of a gradient that is a view of a larger buffer, as DistributedDataParallel with `gradient_as_bucket_view`
+    makes them: the next backward pass overwrites it. None: it is not a view.
     """
     if gradient is None or is_sharded(gradient) or gradient.layout is not torch.strided:
         return None

@@ -1,4 +1,4 @@
-"""`repair_scale`: purge corrupted amax histories and set the scales that the clean amax demands."""
+"""`repair_scale`: purge corrupted amax histories and set the scales that follow from the clean amax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8watch.errors import ActionError
 
 NO_CLEAN_AMAX = "no clean amax is known for any of these tensors"
 SLACK_BITS = 2.0
-"""What a scale may lie above the one that the newest amax demands: amax grows from one update to the next."""
+"""Bits (log2) by which a scale may exceed the one for the newest amax, because amax may grow between updates."""
 
 
 class RepairScale(Fp8Action):
@@ -49,7 +49,7 @@ class RepairScale(Fp8Action):
         )
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether, one step later, the scales are the ones set or have moved on from there, but not back again."""
+        """Whether, one step later, the scales are usable, have not gone back to the old values, and fit the amax."""
         if "elsewhere" in applied.expected:
             return NOTHING_HERE
         wanted, before = applied.expected["scales"], applied.before["scales"]
@@ -76,18 +76,18 @@ class RepairScale(Fp8Action):
         raise ActionError("a scale repair cannot be undone: the scales before were wrong")
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Never asked: `revert` always raises."""
+        """Never called: `revert` always raises."""
         return ReadBack(ok=False, detail="a scale repair cannot be undone")
 
 
 def _has_peers() -> bool:
-    """Whether other ranks repair theirs at the same time. They cannot undo it, so a rank that has nothing to repair
-    says so in its read-back and does not fail."""
+    """Whether other ranks repair their scales at the same time. They cannot undo it, so a rank without anything to
+    repair does not raise, but fails its read-back."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _has_gone_back(scale: float, before: float, wanted: float) -> bool:
-    """Whether a scale is nearer (in log2) to its old value than to the one set, if the two differ by over a bit."""
+    """Whether a scale is nearer (in log2) to its old value than to the new one, if these differ by more than a bit."""
     if not (math.isfinite(before) and before > 0):
         return False
     old, new, now = math.log2(before), math.log2(wanted), math.log2(scale)

@@ -118,7 +118,7 @@ class Rollback:
         order, why = None, ""
         try:
             order = self._order(params)
-        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+        except Exception as error:  # the other ranks wait for an answer in any case
             why = str(error)
         if order is not None:
             self._finish_saving(order.manager)
@@ -146,8 +146,7 @@ class Rollback:
         self._chosen = None
 
     def _finish_saving(self, manager: CheckpointManager) -> None:
-        """Checkpoints that became durable since the last boundary are targets too: which target is found must not
-        depend on the speed of the disk."""
+        """Register checkpoints that became durable since the last boundary, so that they can be targets too."""
         try:
             manager.poll()
         except CheckpointError as error:
@@ -173,7 +172,7 @@ class Rollback:
             return None, Answer.CANNOT, str(error)
         except CheckpointError as error:
             return None, Answer.DAMAGED, str(error)
-        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+        except Exception as error:  # the other ranks wait for an answer in any case
             return None, Answer.CANNOT, f"{type(error).__name__}: {error}"
 
     def _order(self, params: dict[str, Any]) -> _Order:
@@ -191,8 +190,8 @@ class Rollback:
         )  # fmt: skip
 
     def _setting(self, params: dict[str, Any]) -> str:
-        """What the replay would run under, with the changes: equal for two rollbacks of which the second would only
-        repeat the first. What a change sets to a value of its own counts as that value, whatever is in force now."""
+        """Hash of the setting of the replay, after `changes`. It is equal for two rollbacks if the second would only
+        repeat the first. A change to an absolute value counts as that value, whatever is in force now."""
         context = self._context
         changes = [(change["action"], dict(change.get("params") or {})) for change in params.get("changes") or []]
         names = {name for name, _ in changes}
@@ -202,7 +201,7 @@ class Rollback:
         held |= {str(layer) for name, given in changes if name == "bf16_layers" for layer in given.get("layers") or ()}
         limits = [given["max_norm"] for name, given in changes if name == "tighten_clip" and given.get("max_norm")]
         limit = limits[-1] if limits else context.clip.limit
-        # A rule is known by what it does; when it began only says how often this was tried.
+        # Without the updates at which a rule began: these differ each time the same rule is tried.
         rules = {f"{key.partition(':')[0]} {_unbegun(rule)}" for key, rule in context.lr.rules.items()}
         if "rewarm" in names or any(name == "hold_lr" and given.get("to_lr") is not None for name, given in changes):
             rules = {rule for rule in rules if rule.partition(" ")[0] not in names}
@@ -230,9 +229,10 @@ class Rollback:
         return target, ""
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
-        """See `Action`. Raises `CheckpointError` or `ActionError`, and then nothing has been changed.
+        """See `Action`. Raises `CheckpointError` or `ActionError` with nothing changed.
 
-        If the restore fails half-way the run is halted: it must not go on training from a mixed state.
+        If the restore fails half-way, raises `PartlyRestored` and halts the run, which must not train from a mixed
+        state.
         """
         if self._chosen is None:
             self.choose(step, params, lambda answer, about: answer)
@@ -241,7 +241,7 @@ class Rollback:
         try:
             report = self._restore(chosen, step)
         except Exception:
-            if chosen.order.changes:  # the other ranks will ask about them
+            if chosen.order.changes:  # the other ranks ask about them
                 chosen.ask(Answer.CANNOT, "changes")
             raise
         applied_changes = self._change_all(chosen, report.step)
@@ -309,7 +309,7 @@ class Rollback:
         return True
 
     def _changes(self, params: dict[str, Any]) -> list[tuple[Action, dict[str, Any]]]:
-        """All changes with their actions, looked up before anything is changed."""
+        """All changes with their actions. Raises `ActionError` for one that is unavailable, with nothing changed."""
         table = self._actions()
         found: list[tuple[Action, dict[str, Any]]] = []
         for change in _as_changes(params.get("changes")):
@@ -324,13 +324,14 @@ class Rollback:
             applied = action.apply(step, params)
             self._changed.append((action, applied))
             return {"action": action.name, "params": applied.params}
-        except Exception as error:  # whatever it is, the other ranks are waiting to hear about it
+        except Exception as error:  # the other ranks wait for the outcome in any case
             text = str(error) if isinstance(error, ActionError) else f"{type(error).__name__}: {error}"
             self._context.note(f"{action.name}, to be applied with the rollback, failed: {text}")
             return {"action": action.name, "error": text}
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether the first update after it started from the restored parameters, and the counters continue there."""
+        """Whether the first update since started from the restored parameters, the counters continue from there, and
+        the changes are in force."""
         expected = applied.expected
         seen = self._first_update
         if seen is None or self._context.lr.updates <= expected["after_update"]:
@@ -350,7 +351,7 @@ class Rollback:
         steps_since = self._context.step() - expected["step"]
         updates = self._context.lr.updates - expected["after_update"]
         skipped = int(self._context.skip.total) - expected["after_skipped"]
-        # A GradScaler leaves out updates of its own, in which the optimizer is not called.
+        # A GradScaler skips updates itself; then `optimizer.step` is not called.
         most = math.inf if has_scaler(self._context.scaler) else updates + skipped
         if not 1 <= steps_since <= most:
             problems.append(f"the step counter is {self._context.step()}, it should continue from {expected['step']}")
@@ -369,5 +370,5 @@ class Rollback:
         raise ActionError("a rollback cannot be undone")
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Never asked: `revert` always raises."""
+        """Never called: `revert` always raises."""
         return ReadBack(ok=False, detail="a rollback cannot be undone")

@@ -1,12 +1,12 @@
-"""Skipping an optimizer update whose gradients are not finite.
+"""Skips optimizer updates whose gradients are not finite.
 
 While armed, the guard decides before each `optimizer.step`. A skipped update changes neither parameters nor moments nor
 the optimizer's step counter. For fused optimizers on an accelerator the device decides (`found_inf`, the mechanism of
 `torch.amp.GradScaler`), without synchronisation. For others the guard reads one scalar per step while it is armed,
-which is free on a CPU. After `max_in_a_row` skipped updates in a row the next one goes through and is reported
-(`has_let_go`), because a run that skips for ever makes no progress and hides the fault.
+which is free on a CPU. After `max_in_a_row` skipped updates in a row, the next one goes through and is reported
+(`has_let_go`), because a run that skips forever makes no progress and hides the fault.
 
-In a run of several ranks all skip an update or none does: each asks the others (`ask_peers`) before the step.
+In a run of several ranks, all ranks skip an update or none does: each asks the others (`ask_peers`) before the step.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SkipGuard:
 
     @property
     def reasons(self) -> frozenset[str]:
-        """Why it guards."""
+        """The reasons that are active."""
         return frozenset(self._reasons)
 
     @property
@@ -101,7 +101,7 @@ class SkipGuard:
 
     @property
     def consulted(self) -> int:
-        """Number of updates it decided about while armed."""
+        """Number of updates that the guard decided about while armed."""
         return self._consulted
 
     @property
@@ -191,14 +191,13 @@ class SkipGuard:
         if not gradients:
             return None
         covers = [cover for cover in covers if cover.touched(gradients)]
-        # Where a clip's norm was not finite, it has already made the gradients 0 or NaN, whatever they were.
+        # A clip with a non-finite norm has already turned all of its gradients into 0 or NaN.
         norms = [cover.norm for cover in covers]
-        # A norm of order 0 counts elements, one of negative order is the smallest: neither shows every Inf and NaN.
+        # Norms of order 0 or below do not show every Inf and NaN (order 0 counts elements).
         telling = [cover for cover in covers if cover.norm_type > 0.0]
         if not all(any(cover.holds(gradient) for cover in telling) for gradient in gradients):
-            # This rank's shards only. Whether this is reached depends on what this rank has done to its gradients, so
-            # the norm of the whole, a collective call, would wait for ranks that do not make it. All ranks are asked
-            # for their verdicts anyway.
+            # This rank's shards only. The norm over all shards is a collective call, but not every rank need reach this
+            # line, which depends on how its gradients were clipped. All ranks are asked for their verdicts anyway.
             values = [value for value in map(local_values, gradients) if value.numel()]
             if values:
                 norms.append(total_norm(values, float("inf")))
@@ -217,8 +216,8 @@ class SkipGuard:
             return False
         if not all(group.get("fused") for group in groups):
             return False
-        # Fused SGD creates its momentum buffers uninitialised in the first step. If the kernel skipped that step they
-        # would keep garbage, so the host decides about it.
+        # Fused SGD creates its momentum buffers uninitialised in the first step. If the kernel skipped that step, they
+        # would keep garbage. So the host decides about the first step.
         return not any(
             group.get("momentum") and "momentum_buffer" not in self._optimizer.state.get(p, {})
             for group in groups

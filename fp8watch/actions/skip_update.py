@@ -45,7 +45,8 @@ class SkipUpdate:
         )
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether the guard is armed and the optimizer's wrapper has asked it since: unasked, it guards nothing."""
+        """Whether the guard is armed, and the optimizer's wrapper has called it since; without calls it has no
+        effect."""
         observed = {"armed": self._guard.is_armed, "skipped_total": float(self._guard.total)}
         if not self._guard.is_armed or self._guard.max_in_a_row != applied.expected["max_consecutive"]:
             return ReadBack(ok=False, observed=observed, detail="the guard is not armed as asked")
@@ -56,7 +57,7 @@ class SkipUpdate:
         return ReadBack(ok=True, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """Drop this reason to guard; those of other actions and of the policy remain, and the latest one's limit."""
+        """Drop this reason to guard. Those of other actions and of the policy remain, with the latest limit."""
         number = applied.expected["number"]
         if self._limits.remove(number):
             self._guard.disarm(self._reason(number))

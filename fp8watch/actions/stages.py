@@ -1,9 +1,9 @@
-"""Gradient clipping of a model that is split into pipeline stages: by the norm of all stages' gradients together.
+"""Gradient clipping of a model that is split into pipeline stages, by the norm over the gradients of all stages.
 
-Each stage clips its own parameters, all by the same factor, which follows from that one norm. As in torch, the norm of
+Each stage clips its own parameters, all by the same factor, which follows from that norm. As in torch, the norm of
 several norms is their vector norm of the same order. The user's own call uses the pipeline's process group and does not
-wait on the host. When fp8watch itself clips, it uses its own group, where a rank that has left or does not come blocks
-nobody (`SharedNorm`).
+synchronise the host. When fp8watch itself clips, it uses its own group, which a missing rank cannot block forever
+(`SharedNorm`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stages:
     """Process group with one rank of each stage."""
 
     def norm(self, own: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """The norm over all stages, given this stage's: a collective call of all stages. 0-d, on `own`'s device."""
+        """The norm over all stages, from this stage's norm: a collective call of all stages. 0-d, on `own`'s device."""
         norms = [torch.zeros_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(norms, own.contiguous(), group=self.group)
         return combine_norms(torch.stack(norms), norm_type)

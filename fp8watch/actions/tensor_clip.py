@@ -1,8 +1,8 @@
-"""A separate limit for each gradient tensor: a multiple of the mean of that tensor's recent norms.
+"""Clips each gradient tensor to its own limit, a multiple of the mean of that tensor's recent norms.
 
-Against bursts in single tensors, where a global limit would shorten all of them. After AdaGC (arXiv 2502.11034): each
-norm is limited to `ratio` times an exponential mean of the norms after clipping, so that a burst hardly moves its own
-limit. In the first updates the smallest norm seen is used instead of the mean. Everything stays on the device.
+This is for bursts in single tensors; a global limit would scale all tensors down. It follows AdaGC (arXiv 2502.11034):
+each norm is limited to `ratio` times an exponential moving average of the norms after clipping, so that a burst hardly
+moves its own limit. In the first updates, the smallest norm seen replaces the mean. Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 MEMORY = 0.98
 """Decay of the mean (AdaGC's beta)."""
 YOUNG_UPDATES = 8
-"""First updates, in which the smallest norm replaces the mean: the action may begin in the middle of a burst."""
+"""First updates, in which the smallest norm replaces the mean, because the action may begin during a burst."""
 _numbers = itertools.count(1)
 TINY = 1e-30
-"""A norm below this is that of a zero gradient and sets no limit."""
+"""A norm below this counts as zero and sets no limit."""
 
 
 class TensorClip:
-    """Limits the norm of each of an optimizer's gradients. Lives as long as the action that made it."""
+    """Limits the norm of each gradient of an optimizer. Exists as long as the action that made it is in force."""
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
@@ -32,15 +32,15 @@ class TensorClip:
         self.worst: torch.Tensor | None = None
         """Largest ratio of a norm after clipping to its limit in the last update (0-d); None if it had no gradients."""
         self.num_clipped: torch.Tensor | None = None
-        """Number of tensors shortened in the last update (0-d); None if it had no gradients."""
+        """Number of tensors clipped in the last update (0-d); None if it had no gradients."""
         self._mean: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
     def clip(self, parameters: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
-        """Shorten, in place, every gradient above its limit. `scale`: a factor that the gradients still contain (a
+        """Clip, in place, every gradient above its limit. `scale`: a factor that the gradients still contain (a
         GradScaler's, which the optimizer itself removes); it may change from step to step.
 
-        A gradient whose norm is not finite is neither shortened nor added to the mean.
+        A gradient whose norm is not finite is neither clipped nor added to the mean.
         """
         held = [p for p in parameters if p.grad is not None and p.grad.numel() and not p.grad.is_sparse]
         self.worst = self.num_clipped = None

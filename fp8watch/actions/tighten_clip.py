@@ -19,14 +19,14 @@ from fp8watch.errors import ActionError
 SINGLE = "tighten_clip per tensor"
 """The reason under which the per-tensor limit arms the skip guard."""
 NON_FINITE_WINDOW = 4
-"""Recent norms that have to be finite: clipping by a norm that is not turns gradients into 0 or NaN."""
+"""Recent norms that have to be finite, because clipping by a non-finite norm turns gradients into 0 or NaN."""
 
 
 class TightenClip:
-    """Sets the limit to `max_norm`, or to `factor` times the limit in force (without one: the median recent norm); or,
-    with `per_tensor`, limits each gradient tensor to that many times the mean of its own recent norms.
+    """Sets the limit to `max_norm`, or to `factor` times the limit in force (without one: the median recent norm). With
+    `per_tensor`, limits each gradient tensor to that many times the mean of its own recent norms instead.
 
-    While it is in force, an update whose norm is not finite is skipped.
+    While the limit is in force, an update whose norm is not finite is skipped.
     """
 
     name = "tighten_clip"
@@ -36,7 +36,7 @@ class TightenClip:
         self._skip = context.skip
         self._optimizer = context.optimizer
         self._limits: InForce[float] = InForce()
-        """Limits of the actions that are in force: the lowest applies."""
+        """Limits of all actions in force; the lowest applies."""
 
     def _why_not_single(self) -> str | None:
         if any(is_sharded(p) for group in self._optimizer.param_groups for p in group["params"]):
@@ -51,7 +51,7 @@ class TightenClip:
         return None if failure is None else f"clipping before the optimizer step failed: {failure}"
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
-        """See `Action`. Refuses while the norm is not finite: no limit cures that."""
+        """See `Action`. Raises `ActionError` while a recent norm is not finite, because no limit helps then."""
         if reason := self.unavailable():
             raise ActionError(reason)
         norms = self._clip.recent_norms()
@@ -126,7 +126,7 @@ class TightenClip:
         return factor * statistics.median(norms)
 
     def read_back(self, applied: Applied) -> ReadBack:
-        """Whether the last clip used the limit and the norm that the optimizer got, over all gradients, is below it."""
+        """Whether the last clip used the limit, and the norm over all gradients that the optimizer got is below it."""
         if "per_tensor" in applied.expected:
             return self._read_back_tensors(applied)
         limit = applied.expected["limit"]
@@ -150,7 +150,7 @@ class TightenClip:
         return ReadBack(ok=True, observed=observed)
 
     def revert(self, applied: Applied) -> None:
-        """Take this limit away; the lowest of those that other actions have set remains."""
+        """Remove this limit. The lowest limit of the other actions remains."""
         if "per_tensor" in applied.expected:
             if self._clip.tensors is not None and self._clip.tensors.number == applied.expected["begun"]:
                 self._clip.tensors = None
@@ -160,7 +160,7 @@ class TightenClip:
             self._hold_lowest()
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
-        """Whether the limit is gone from the control, and from the clips made since."""
+        """Whether the control no longer has this limit."""
         if "per_tensor" in applied.expected:
             mine = self._clip.tensors
             is_gone = mine is None or mine.number != applied.expected["begun"]

@@ -1,6 +1,6 @@
-"""Checkpoints that a rollback can trust: complete, verified, labelled, with the position in the data.
+"""Checkpoints for rollbacks: complete, verified, labelled, with the position in the data.
 
-Importing this package loads no torch: `targets` and `config` are shared with processes that have none.
+Importing this package does not import torch, because processes without torch use `targets` and `config`.
 """
 
 from __future__ import annotations

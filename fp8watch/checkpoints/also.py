@@ -1,5 +1,5 @@
-"""What else a rollback brings back: objects with a state that attach was given by name (`also=`), such as a moving
-average of the weights, a second model or a second optimizer."""
+"""State of further objects that are saved and restored: those given to attach as `also=`, such as a moving average of
+the weights, a second model or a second optimizer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from fp8watch.errors import CheckpointError
 
 
 def capture(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of each, as tensors (shared with it) and plain values. Raises `CheckpointError` naming what is none."""
+    """The state of each object as plain values and tensors, which share the objects' memory. Raises `CheckpointError`
+    naming a value that is neither."""
     return {name: to_plain(thing.state_dict(), f"also.{name}") for name, thing in objects.items()}
 
 
 def check(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Whether what was saved fits. Raises `CheckpointError`; nothing is changed."""
+    """Check that the saved state fits. Raises `CheckpointError`; changes nothing."""
     for name, thing in objects.items():
         if name not in saved:
             raise CheckpointError(f"saved without {name} (also=)")
@@ -36,7 +37,8 @@ def check(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def restore(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Put it back. Raises `CheckpointError` when a module does not hold it afterwards, and what the objects raise."""
+    """Restore the saved state. Raises `CheckpointError` when a module differs from it afterwards, and whatever the
+    objects raise."""
     for name, thing in objects.items():
         if isinstance(thing, torch.optim.Optimizer):
             optimizer_state.restore(thing, saved[name])
@@ -46,7 +48,7 @@ def restore(objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         copies = isinstance(thing, torch.nn.Module) and type(thing).load_state_dict is torch.nn.Module.load_state_dict
         thing.load_state_dict(state if copies else _copied(state))
         if isinstance(thing, torch.nn.Module):
-            thing.zero_grad(set_to_none=True)  # gradients belong to the timeline that is given up
+            thing.zero_grad(set_to_none=True)  # gradients belong to the abandoned timeline
             if sum_nested(to_plain(thing.state_dict(), name)) != sum_nested(saved[name]):
                 raise CheckpointError(f"{name} (also=) does not hold what was saved")
 
@@ -59,7 +61,7 @@ def _form(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _unsharded(saved: Any, live: Any, name: str) -> Any:
-    """With the shards in it laid out as they are in `live`."""
+    """Turn shards into DTensors with the layout of `live`."""
     if is_shard(saved):
         return from_shard(saved, live, name)
     if isinstance(saved, dict):
@@ -72,5 +74,5 @@ def _unsharded(saved: Any, live: Any, name: str) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A tensor of the file must not become one of the object."""
+    """A copy, so that the object does not adopt a tensor of the file."""
     return optimizer_state.placed(value, None, None, steps_follow=False)

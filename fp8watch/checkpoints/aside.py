@@ -1,4 +1,4 @@
-"""Work on a thread of its own, which the training neither waits for nor is kept alive by."""
+"""Runs work on a daemon thread, which training does not wait for and which does not keep the process alive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ T = TypeVar("T")
 
 
 def later(work: Callable[[], T], *, after: threading.Event | None = None) -> Future[T]:
-    """Begin `work` on a thread; `after`: when that is set, unless the future was cancelled by then.
+    """Run `work` on a new thread. With `after` it waits for that event, and does not run if the future was cancelled by
+    then.
 
-    Raises `RuntimeError` when no thread can be had.
+    Raises `RuntimeError` when no thread can be started.
     """
     future: Future[T] = Future()
 

@@ -1,4 +1,4 @@
-"""A cheap sum over the bits of all parameters: whether a restore really reached them."""
+"""A cheap checksum over the bits of all parameters, which verifies a restore."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from fp8watch.checkpoints.sharding import local_of
 
 _WIDTH = 1021
-"""Words in a row when places are weighted; a prime, so that rows of a matrix do not fall upon each other."""
+"""Words per row of the weighting. A prime, so that it does not coincide with the rows of a matrix."""
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def parameter_checksum(model: torch.nn.Module) -> str:
-    """The sum over this rank's part of a model's parameters: hexadecimal, 64 bit."""
+    """Checksum of this rank's part of a model's parameters: hexadecimal, 64 bits."""
     return sum_bits(model.parameters())
 
 
 def all_finite(model: torch.nn.Module) -> bool:
-    """Whether every parameter is a number everywhere, in this rank's part. Reads them once; a device is waited for
-    once. A kind of tensor whose extremes cannot be taken counts as one of numbers."""
+    """Whether all parameters are finite, in this rank's part. Reads them once and synchronises once. A type of tensor
+    without `aminmax` counts as finite."""
     extremes = []
     for parameter in model.parameters():
         data = local_of(parameter).detach()
@@ -40,12 +40,13 @@ def all_finite(model: torch.nn.Module) -> bool:
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> str:
-    """Bits of each tensor summed as 64-bit integers, weighted by place, and the sums hashed: hexadecimal, 64 bit.
+    """Each tensor's bits are summed as 64-bit integers, weighted by position, and the sums are hashed: hexadecimal, 64
+    bits.
 
-    Exact (modulo 2^64), so the order of summation does not matter. A change of one word is always noticed; an exchange
-    of two is, unless they differ in nothing but their top bit or stand in one column and one row of the weighting.
-    Reads the data twice and no more, which is what makes it fit into the time of a rollback; a device is waited for
-    once.
+    Exact modulo 2^64, so the order of summation does not matter. A change of one word always changes the sum. An
+    exchange of two words does so unless the difference of the words times that of their weights is 0 modulo 2^64. Some
+    positions have equal weights, such as column c of a row and column c - 2 of the next. Reads the data only twice, so
+    that it fits into the time of a rollback. Synchronises once.
     """
     sums = [value for value in _sums(tensors) if value is not None]
     if not sums:
@@ -54,7 +55,7 @@ def sum_bits(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def sum_each(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """As `sum_bits`, of each tensor by itself, with its shape and dtype: what to call its contents by."""
+    """Like `sum_bits`, but for each tensor, including its shape and dtype: a name for its contents."""
     kept = [local_of(tensor) for tensor in tensors]
     pairs = zip(_sums(kept), kept, strict=True)
     return [
@@ -64,14 +65,14 @@ def sum_each(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def sum_nested(value: Any) -> str:
-    """Of plain containers with tensors and plain values in them: equal for equal contents, hexadecimal, 64 bit."""
+    """Checksum of nested containers with tensors and plain values: equal for equal contents, hexadecimal, 64 bits."""
     tensors: list[torch.Tensor] = []
     form = _form(value, tensors)
     return hashlib.blake2b(f"{form} {sum_each(tensors)}".encode(), digest_size=8).hexdigest()
 
 
 def _form(value: Any, tensors: list[torch.Tensor]) -> str:
-    """All but the tensors, which are collected."""
+    """A description without the tensors, which are collected in `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return "T"
@@ -83,7 +84,7 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> str:
 
 
 def _sums(tensors: Iterable[torch.Tensor]) -> list[int | None]:
-    """The weighted sum of each, None for an empty one. Devices are waited for once."""
+    """The weighted sum of each tensor, None for an empty one. Synchronises once."""
     words = [_words(local_of(tensor)) for tensor in tensors]
     parts = [weigh(item) for item in words if item is not None]
     if not parts:
@@ -94,7 +95,7 @@ def _sums(tensors: Iterable[torch.Tensor]) -> list[int | None]:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor | None:
-    """A tensor's bits as int64, zeros added at the end; None for an empty one."""
+    """A tensor's bits as int64, padded with zeros; None for an empty one."""
     if data.numel() == 0:
         return None
     flat = (torch.view_as_real(data) if data.is_complex() else data).contiguous().flatten()
@@ -109,7 +110,8 @@ def _words(data: torch.Tensor) -> torch.Tensor | None:
 def weigh(words: torch.Tensor) -> torch.Tensor:
     """The weighted sum of int64 words, 0-D.
 
-    Each word's weight is odd (odd for its column, even for its row): a change of one word is never lost.
+    Each weight is odd (an odd number for the column plus an even one for the row), so a change of one word always
+    changes the sum.
     """
     rows = words.numel() // _WIDTH
     head, tail = words[: rows * _WIDTH].view(rows, _WIDTH), words[rows * _WIDTH :]

@@ -12,29 +12,29 @@ from typing import Any, Literal
 class Checkpoints:
     """Settings of the checkpoints that fp8watch saves and rolls back to.
 
-    Raises `ValueError` for a number out of range.
+    Raises `ValueError` for a number out of range or settings that exclude each other.
     """
 
     path: str | Path
-    """Directory of all checkpoints of a run and of their ledger; made when it is absent. One run at a time uses it."""
+    """Directory of a run's checkpoints and their ledger. Created if missing. Only one run may use it at a time."""
     every: int | None = None
     """Optimizer steps between two checkpoints; None: only when an action asks for one."""
     keep: int = 5
-    """Checkpoints that rotation leaves; the newest good one stays beyond that."""
+    """Number of checkpoints that rotation keeps. It removes neither the newest nor the newest good one, so keep=1 may
+    keep two."""
     healthy_steps: int = 20
-    """Steps without an act finding after which a candidate may be called good (the settling window after a resume)."""
+    """Steps without an act finding after which a candidate becomes good (the settling window after a resume)."""
     format: Literal["torch", "dcp"] = "torch"
-    """torch: `torch.save`, one file a rank (one for all where ranks hold copies). dcp: `torch.distributed.checkpoint`,
-    which a run with another number of ranks can read, sharded models too, unless ranks held different tensors under one
-    name (split by hand)."""
+    """torch: `torch.save`, one file per rank (one for all if ranks hold replicas). dcp: `torch.distributed.checkpoint`,
+    which another number of ranks can read, unless ranks held different tensors under one name (sharded by hand)."""
     background: bool = False
-    """dcp only: write while training goes on, from a copy of model and optimizer in host memory (its size is said
-    before the first one is made). Pending until durable; a save that is not done when the next is due is waited for."""
+    """dcp only: write in the background from a copy of model and optimizer (in host memory, DTensors on their device;
+    the size is logged at the first save). Pending until durable. The next save waits for one that is not done."""
     save: Callable[[Path], Any] | None = None
-    """Writes model and optimizer into the folder given, on every rank, in place of us. May return an object with
-    `done()` and `result()`, as a `concurrent.futures.Future` has: pending until it is done."""
+    """Writes model and optimizer into the given folder in place of fp8watch. Called on every rank. May return an object
+    with `done()` and `result()`, like `concurrent.futures.Future`; the checkpoint is then pending until it is done."""
     load: Callable[[Path], Any] | None = None
-    """Reads what `save` wrote, in place, on every rank."""
+    """Reads what `save` wrote, in place. Called on every rank."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("keep", 1), ("healthy_steps", 0)):

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, file by file, taken from the live objects."""
+"""Captures the contents of a checkpoint, per file, from the live objects."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fp8watch.checkpoints.place import Place, core
 from fp8watch.checkpoints.plain import to_plain
 
 OWN = "own"
-"""In the state file of a rank whose model another rank has saved: what of the model differs from rank to rank."""
+"""Key in the state file of a rank whose model is saved by another rank: the model state that differs between ranks."""
 
 KEPT = "kept"
-"""In the state file: what a storage that writes model and optimizer itself needs to read them again."""
+"""Key in the state file: what a storage with its own files needs to load model and optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """One rank's state by file, and what of it is missing."""
+    """One rank's state per file, and what is missing."""
 
     files: dict[str, Any]
     common: dict[str, Any] = field(default_factory=dict)
-    """Files called by their contents, which another rank may be writing already."""
+    """Files named by their contents, which another rank may also write."""
     optimizer_file: str = ""
     """Which of them holds this rank's optimizer."""
     also_file: str = ""
-    """Which of `files` or `common` holds what else attach was given."""
+    """Which of `files` or `common` holds the `also=` objects."""
     present: list[str]
     absent: dict[str, str] = field(default_factory=dict)
     samples: int = 0
@@ -43,9 +43,10 @@ class Captured:
 
 
 def capture(parts: TrainingParts, place: Place, *, with_weights: bool = True) -> Captured:
-    """Everything a rollback needs. Tensors are shared with the live objects: write them before training goes on.
+    """Capture everything that a rollback needs. Tensors share the live objects' memory: write them before training
+    continues.
 
-    `with_weights` False: something else saves model and optimizer. Raises `CheckpointError` naming a value that is
+    `with_weights` False: a storage saves model and optimizer itself. Raises `CheckpointError` naming a value that is
     neither a tensor nor plain.
     """
     state: dict[str, Any] = {"rng": to_plain(rng.capture(), "rng")}
@@ -94,7 +95,7 @@ def capture(parts: TrainingParts, place: Place, *, with_weights: bool = True) ->
 
 
 def _sum_or_rank(state: dict[str, Any], rank: int) -> str:
-    """What to call a rank's state by; tensors that cannot be summed up are each rank's own."""
+    """The name of a rank's state. The rank itself if its tensors cannot be summed."""
     try:
         return sum_nested(state)
     except (RuntimeError, TypeError, NotImplementedError):
@@ -102,13 +103,13 @@ def _sum_or_rank(state: dict[str, Any], rank: int) -> str:
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """The model file: `state` (its state dict) and `buffers` (those that the state dict leaves out)."""
+    """Contents of the model file: `state` (the state dict) and `buffers` (those not in the state dict)."""
     inner = core(model)
     return {"state": to_plain(inner.state_dict(), "model"), "buffers": to_plain(unsaved_buffers(inner), "buffers")}
 
 
 def own_state(model: torch.nn.Module) -> dict[str, Any]:
-    """The model file without parameters: buffers and extra state, which copies of a model may have each their own."""
+    """The model file without parameters: buffers and extra state, which may differ between replicas."""
     whole = model_state(model)
     parameters = {name for name, _ in core(model).named_parameters(remove_duplicate=False)}
     return {**whole, "state": {name: value for name, value in whole["state"].items() if name not in parameters}}
@@ -118,8 +119,8 @@ def describe_part(
     parts: TrainingParts, captured: Captured, files: dict[str, FileEntry], *, rank: int, checksum: str | None = None,
     is_finite: bool = True,
 ) -> RankPart:  # fmt: skip
-    """What this rank has saved. `checksum`: of the parameters, where it was taken before; `is_finite`: whether they
-    are all numbers."""
+    """Describe what this rank has saved. `checksum`: of the parameters, if already computed. `is_finite`: whether they
+    are all finite."""
     return RankPart(
         rank=rank,
         samples=captured.samples,
@@ -147,7 +148,7 @@ def describe(
     storage: str = "torch",
     shared: dict[str, FileEntry] | None = None,
 ) -> Manifest:
-    """The manifest of what all ranks have written; `shared`: files that are no single rank's."""
+    """The manifest of what all ranks have written. `shared`: files that belong to no single rank."""
     first = saved[0]
     common = [name for name in first.parts if all(name in part.parts for part in saved)]
     absent = {name: reason for part in reversed(saved) for name, reason in part.absent.items()}
@@ -177,13 +178,13 @@ def describe(
 
 
 def unsaved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that `state_dict` leaves out (`persistent=False`), by qualified name."""
+    """Buffers that are not in the state dict (`persistent=False`), by qualified name."""
     saved = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
 def rng_digest(state: dict[str, Any]) -> str:
-    """SHA-256 over torch's CPU and device generators: ranks that should differ are seen to differ."""
+    """SHA-256 over torch's CPU and device generators. It differs between ranks whose random states differ."""
     total = hashlib.sha256(state["host"]["torch"].numpy().tobytes())
     for device in state.get("cuda", ()):
         total.update(device.numpy().tobytes())

@@ -1,11 +1,12 @@
-"""Model and optimizer through `torch.distributed.checkpoint`: shards that another number of ranks can read.
+"""Stores model and optimizer with `torch.distributed.checkpoint`, which another number of ranks can read.
 
-Tensors go by the name of their parameter, so that optimizer state finds its place under another sharding too. Of
-several tensors of one name torch keeps one. So a name that ranks may hold different tensors under says which is meant:
-a tensor that is no DTensor (split by hand, an expert's, local SGD) by its contents, a DTensor that lies on some ranks
-only by these. Equal ones are kept once, and each rank finds its own. What is
-read is read into copies, without a collective call (each rank plans its own reads from the metadata): a rank that
-cannot read leaves nobody waiting, and live tensors are overwritten by `copy_` only when all is there.
+Tensors are stored under the name of their parameter, so that optimizer state is found under another sharding too. torch
+keeps one of several tensors with the same name. So a name under which ranks may hold different tensors gets a suffix: a
+hash of the contents for a tensor that is not a DTensor (sharded by hand, an expert, local SGD), and of the ranks for a
+DTensor on some ranks only. Equal tensors are stored once, and each rank finds its own.
+
+Loading reads into copies and uses no collective (each rank plans its reads from the metadata), so a rank that fails
+does not block the others. Live tensors are overwritten by `copy_` only when everything was read.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from fp8watch.errors import CheckpointError
 logger = logging.getLogger(__name__)
 FOLDER = "dcp"
 VARIANT = "@"
-"""Between a tensor's name and which one of that name it is."""
+"""Separates a tensor's name from its suffix."""
 _dcp: Any = torch_dcp
-"""What torch gives incomplete types for."""
+"""Untyped, because torch's type hints for it are incomplete."""
 
 
 class DcpStorage:
-    """See the module. `background`: from a copy, on a group and a thread of its own."""
+    """See the module's docstring. `background`: write a copy, on its own process group and thread."""
 
     name = "dcp"
     writes_own_files = True
@@ -61,7 +62,7 @@ class DcpStorage:
     def prepare(self, folder: Path, parts: TrainingParts, place: Place) -> Prepared:
         """See `Storage`."""
         if self._last is not None:
-            self._last.exception()  # one at a time: its collective calls must not meet ours
+            self._last.exception()  # one at a time: its collectives must not mix with ours
             self._last = None
         target = folder / FOLDER
         target.mkdir(exist_ok=True)
@@ -78,7 +79,7 @@ class DcpStorage:
             self._write(copied, writer, is_alone=is_alone)
             return _own_files(target, place)
 
-        # The thread is there before anybody begins: a rank that cannot have one must not leave the others waiting.
+        # Start the thread before any rank begins: a rank without one must not block the others.
         may_begin = threading.Event()
         future = later(work, after=may_begin)
 
@@ -113,7 +114,7 @@ class DcpStorage:
         with _quietly():
             try:
                 _dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=is_alone)
-            except _dcp.CheckpointException as error:  # is no Exception
+            except _dcp.CheckpointException as error:  # not a subclass of Exception
                 raise CheckpointError(str(error)) from error
 
     def _say(self, size: int) -> None:
@@ -125,7 +126,7 @@ class DcpStorage:
             )  # fmt: skip
 
     def kept(self, parts: TrainingParts) -> dict[str, Any]:
-        """Groups of the optimizer, which tensors belong to which parameter, and what they go by (`variants`)."""
+        """The optimizer's groups, the layout of its state per parameter, and the names with suffixes (`variants`)."""
         names = _names(parts)
         saved = parts.optimizer.state_dict()
         layout: dict[str, Any] = {}
@@ -165,7 +166,7 @@ class DcpStorage:
                 _dcp.load(named, storage_reader=reader, no_dist=True)
         except Unfit:
             raise
-        except (Exception, _dcp.CheckpointException) as error:  # a planner's, a reader's or a pickle's; no Exception
+        except (Exception, _dcp.CheckpointException) as error:  # planner, reader or pickle; no Exception
             raise CheckpointError(f"{folder.name}/{FOLDER} cannot be loaded: {error}") from error
 
         def restore() -> None:
@@ -179,14 +180,14 @@ class DcpStorage:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """torch warns of a call without a group, which is what is meant."""
+    """Suppress torch's warning about a call without a process group, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def tensors_of(parts: TrainingParts) -> dict[str, torch.Tensor]:
-    """All tensors of model and optimizer by name; they share the live ones' memory."""
+    """All tensors of model and optimizer by name. They share the live tensors' memory."""
     found = {f"model.{name}": p.detach() for name, p in core(parts.model).named_parameters()}
     names = _names(parts)
     for index, state in parts.optimizer.state_dict()["state"].items():
@@ -197,7 +198,7 @@ def tensors_of(parts: TrainingParts) -> dict[str, torch.Tensor]:
 
 
 def _variants(parts: TrainingParts) -> dict[str, str]:
-    """Name of a tensor -> what it goes by, where ranks may hold different ones under that name."""
+    """Name of a tensor -> name with suffix, where ranks may hold different tensors under that name."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks == 1:
         return {}
@@ -205,7 +206,7 @@ def _variants(parts: TrainingParts) -> dict[str, str]:
     plain = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
     try:
         found = dict(zip(plain, sum_each(plain.values()), strict=True))
-    except (RuntimeError, TypeError, NotImplementedError):  # a kind of tensor that cannot be summed up
+    except (RuntimeError, TypeError, NotImplementedError):  # a type of tensor that cannot be summed
         found = dict.fromkeys(plain, f"rank-{dist.get_rank()}")
     for name in tensors.keys() - plain.keys():
         mesh: Any = tensors[name]
@@ -216,7 +217,7 @@ def _variants(parts: TrainingParts) -> dict[str, str]:
 
 
 def _held_by_some(names: Iterable[str]) -> str | None:
-    """A tensor that not all ranks which saved it had the same of."""
+    """The first tensor that differed between the ranks that saved it, if any."""
     seen: set[str] = set()
     for name in names:
         base, mark, _ = name.rpartition(VARIANT)
@@ -285,7 +286,7 @@ def _restore_optimizer(
 
 
 def _own_files(target: Path, place: Place) -> dict[str, FileEntry]:
-    """This rank's files; the metadata, written last, belong to the first."""
+    """This rank's files. The metadata file, written last, belongs to rank 0."""
     own = [path for path in target.iterdir() if path.name.startswith(f"__{place.rank}_")]
     own += [path for path in target.iterdir() if path.name == ".metadata" and place.rank == 0]
     for path in own:

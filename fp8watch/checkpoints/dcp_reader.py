@@ -1,9 +1,8 @@
-"""Reading a distributed checkpoint without believing its pickle.
+"""Reads a distributed checkpoint without trusting its pickle.
 
 torch writes `.metadata` as a pickle and reads it with `pickle.load` (torch/distributed/checkpoint/filesystem.py), which
-runs whatever somebody has put there. Only what torch itself puts there for tensors is let through: no bytes entries
-either, for those are unpickled a second time while loading. The tensors' own files torch reads with
-`weights_only=True`.
+can run any code. Here only the classes that torch uses for tensors are allowed. Bytes entries are not, because they are
+unpickled while loading. torch reads the tensor files with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ALLOWED = {
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Early releases of Python 3.11 pickle a member of an enum as `getattr(kind, name)`: that, and nothing else."""
+    """Early releases of Python 3.11 pickle an enum member as `getattr(kind, name)`. Only that is allowed."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind[name]
     raise pickle.UnpicklingError(f"the checkpoint's metadata asks for an attribute of {kind!r}")
@@ -49,7 +48,7 @@ class TensorReader(FileSystemReader):
     """A reader of tensors. `read_metadata` raises `pickle.UnpicklingError` for anything else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """The metadata of all ranks, with the load's id as torch wants it."""
+        """The metadata of all ranks, with the load ID that torch expects."""
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _TensorsOnly(file).load()
         if metadata.storage_meta is None:

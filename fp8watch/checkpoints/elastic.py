@@ -1,9 +1,9 @@
-"""A checkpoint of N ranks on M ranks: which part a rank takes, and what of it has to be changed.
+"""Restores a checkpoint of N ranks on M ranks: chooses the part that a rank reads and adapts it.
 
-Only where ranks hold copies. A rank that has no part of its own takes that of rank r modulo N, but not its random
-state (two ranks must not draw the same numbers) and, under a sampler that deals samples out to ranks, not its place:
-the samples consumed by all ranks together are dealt out anew, rounded down, so that a few are seen twice and none
-is left out. Other loaders' positions cannot be, which is said.
+Not possible for sharded models saved with `torch.save`, nor if ranks had different optimizer or `also=` state. A rank r
+without a part of its own reads that of rank r modulo N, but gets a new random state, so that no two ranks draw the same
+numbers. Under a distributed sampler the samples consumed by all ranks are divided anew, rounded down: a few are seen
+twice, none is left out. The position of other loaders cannot be divided, which is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fp8watch.errors import CheckpointError
 
 
 def place_in(manifest: Manifest, rank: int, world_size: int) -> Place:
-    """The place whose files this rank reads. Raises `CheckpointError` where another number of ranks cannot."""
+    """The place whose files this rank reads. Raises `CheckpointError` if this number of ranks cannot read the
+    checkpoint."""
     if manifest.world_size == world_size:
         return Place(rank=rank, world_size=world_size, layout=manifest.layout)
     if manifest.layout == "shards" and manifest.storage == "torch":
@@ -50,14 +51,14 @@ def optimizer_file(manifest: Manifest, place: Place) -> str:
 
 
 def also_file(manifest: Manifest, place: Place) -> str:
-    """The file with what else the rank at that place was given to save; empty: nothing."""
+    """The file with the `also=` objects of the rank at that place; empty: none."""
     if not manifest.ranks:
         return place.also_file() if "also" in manifest.parts else ""
     return next((part.also_file for part in manifest.ranks if part.rank == place.rank), "")
 
 
 def adapt(state: dict[str, Any], manifest: Manifest, rank: int, world_size: int) -> list[str]:
-    """Change a rank's state file, read for another number of ranks, in place; what there is to say about it."""
+    """Adapt a rank's state file in place to another number of ranks. Returns notes for the user."""
     saved = manifest.world_size
     if saved == world_size:
         return []
@@ -72,7 +73,7 @@ def adapt(state: dict[str, Any], manifest: Manifest, rank: int, world_size: int)
 
 
 def fresh_random(host: rng.State, rank: int) -> rng.State:
-    """Random state for a rank that was not there, derived from that of one that was, the same at each resume."""
+    """Random state for a new rank, derived from that of a saved rank. The same at each resume."""
     content = host["torch"].numpy().tobytes() + rank.to_bytes(4, "big")
     seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
     now = rng.snapshot()
@@ -95,7 +96,7 @@ def _deal_out(data: dict[str, Any], saved: int, world_size: int) -> str:
                 "of data that is dealt out to ranks a part of this epoch is never seen"
             )
         return "each rank goes on where that of the same number was in its data; samples may be seen twice"
-    data.pop("loader", None)  # a loader's own state is that of as many ranks
+    data.pop("loader", None)  # a loader's own state is for the saved number of ranks
     for key in ("index", "samples", "skipped_samples"):
         data[key] = int(data.get(key, 0)) * saved // world_size
     return f"the epoch goes on after {data['index']} batches a rank"

@@ -1,6 +1,6 @@
-"""The files of a checkpoint: summed up while they are written, synced, and compared with their sums.
+"""Writes, syncs and verifies the files of a checkpoint. Checksums are computed while writing.
 
-A large file is hashed in pieces, so that several threads can check it: a rollback waits for this.
+Large files are hashed in pieces, so that several threads can verify one: a rollback waits for this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8watch.checkpoints.quick_sum import quick_sums
 from fp8watch.errors import CheckpointError
 
 PIECE_BYTES = 16 << 20
-"""Files above this are hashed in pieces of this size."""
+"""Files of at least this size are hashed in pieces of this size."""
 _READ_BYTES = 1 << 20
 _MAX_THREADS = 8
 
@@ -28,9 +28,9 @@ _NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "wekafs", 
 
 
 def is_on_network(path: Path) -> bool:
-    """Whether a file lies on a file system that can take it away under a mapping, which ends the process.
+    """Whether a file is on a file system that can remove it while it is memory-mapped, which would kill the process.
 
-    By the mount table; what cannot be told counts as network.
+    Uses the mount table. Unknown counts as network.
     """
     try:
         found = ("", "nfs")
@@ -42,12 +42,12 @@ def is_on_network(path: Path) -> bool:
             if is_above and len(mount) >= len(found[0]):
                 found = (mount, kind)
         return found[1].startswith(_NETWORK)
-    except (OSError, ValueError, RuntimeError):  # the last of a link that leads to itself
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a symbolic link loop
         return True
 
 
 class HashingWriter:
-    """A binary writer that sums up what goes through it; enough of a file for `torch.save`."""
+    """A binary writer that hashes what is written, with the methods that `torch.save` needs."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -56,7 +56,7 @@ class HashingWriter:
         self._bytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of it."""
+        """Write all of `data`."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         rest = view
@@ -72,11 +72,11 @@ class HashingWriter:
         return len(view)
 
     def flush(self) -> None:
-        """Flush the file beneath."""
+        """Flush the underlying file."""
         self._file.flush()
 
     def entry(self) -> FileEntry:
-        """Size and sum of what was written."""
+        """Size and SHA-256 of what was written."""
         if self._bytes < PIECE_BYTES:
             return FileEntry(bytes=self._bytes, sha256=self._piece.hexdigest())
         digests = [*self._digests, self._piece.digest()] if self._bytes % PIECE_BYTES else self._digests
@@ -88,7 +88,7 @@ def _sum(digests: Iterable[bytes]) -> str:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and make it durable."""
+    """Write a file and make it durable."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -96,7 +96,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def measure(path: Path) -> FileEntry:
-    """Size and sum of a file that somebody else has written. Raises `OSError`."""
+    """Size and checksums of a file written by others. Raises `OSError`."""
     size = path.stat().st_size
     piece = PIECE_BYTES if size >= PIECE_BYTES else 0
     sha256, quick = _hash([(path, size, piece)])[0], quick_sums([(path, size)])[0]
@@ -104,7 +104,7 @@ def measure(path: Path) -> FileEntry:
 
 
 def with_quick_sums(folder: Path, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
-    """The entries with the quick sums of files that were just written, and lie in the page cache. Raises `OSError`."""
+    """Add the quick sums of files that were just written and are still in the page cache. Raises `OSError`."""
     sums = quick_sums([(folder / name, entry.bytes) for name, entry in files.items()])
     return {
         name: msgspec.structs.replace(entry, quick_sum=found)
@@ -113,7 +113,7 @@ def with_quick_sums(folder: Path, files: dict[str, FileEntry]) -> dict[str, File
 
 
 def check_sizes(folder: Path, files: dict[str, FileEntry]) -> None:
-    """Compare every file's size, which costs no reading. Raises `CheckpointError` naming the first that differs."""
+    """Check every file's size without reading it. Raises `CheckpointError` naming the first that differs."""
     for name, entry in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts or name != str(Path(name)):
             raise CheckpointError(f"{folder.name}: the manifest names {name!r}, which is no plain file name")
@@ -128,9 +128,9 @@ def check_sizes(folder: Path, files: dict[str, FileEntry]) -> None:
 def verify(
     folder: Path, files: dict[str, FileEntry], *, is_quick: bool = False, max_threads: int = _MAX_THREADS
 ) -> None:
-    """Compare every file with its size and sum, `is_quick`: with the quick one where that is known.
+    """Check every file's size and SHA-256, or with `is_quick` the quick sum where it is known.
 
-    Raises `CheckpointError` naming the first that differs.
+    Raises `CheckpointError` naming the first file that differs.
     """
     check_sizes(folder, files)
     if is_quick:
@@ -156,7 +156,7 @@ def verify(
 
 
 def _hash(files: list[tuple[Path, int, int]], max_threads: int = _MAX_THREADS) -> list[str]:
-    """Sums of (path, size, bytes a piece or 0), computed by as many threads as there are cores for this process."""
+    """SHA-256 of (path, size, bytes per piece or 0) files. Uses at most `max_threads` threads, and one per core."""
     pieces = [(path, start, length) for path, size, piece in files for start, length in _pieces(size, piece)]
     threads = min(max_threads, len(os.sched_getaffinity(0)), len(pieces))
     if threads < 2:
@@ -178,7 +178,7 @@ def _pieces(size: int, piece: int) -> list[tuple[int, int]]:
 
 
 def _hash_piece(path: Path, start: int, length: int) -> bytes:
-    """Read and not mapped: a file that shrinks meanwhile is an error, and no signal that ends the process."""
+    """Reads without mapping, because a file that shrinks must raise an error and not a signal."""
     total = hashlib.sha256()
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
-"""Scales and amax windows after a restore: are they really those that were saved?
+"""Verifies scales and amax histories after a restore.
 
-A scale that is back at 1 makes the loss explode a few steps after a restore that looked fine. Modules that one of the
-two sides does not know (in Transformer Engine a module has no state before its first forward) are left out.
+A scale that is reset to 1 makes the loss explode a few steps after a restore that looked fine. Modules that only one
+side knows are ignored (in Transformer Engine a module has no state before its first forward).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fp8watch.checkpoints.checksum import sum_bits
 
 
 def form_differs(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
-    """Which saved entry has another shape than the live one; None: none has."""
+    """The first saved entry whose shape differs from the live one, in words; None: there is none."""
     for name, first, second in _common(saved, live):
         if first.shape != second.shape:
             return f"FP8 state of {name}: {tuple(first.shape)} was saved, here it is {tuple(second.shape)}"
@@ -23,7 +23,7 @@ def form_differs(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str | Non
 
 
 def not_restored(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
-    """Which live entry is not what was saved, to the bit; None: all are."""
+    """The first live entry that is not bit-identical to the saved one, in words; None: there is none."""
     for name, first, second in _common(saved, live):
         if sum_bits([first]) != sum_bits([second.to(first.device)]):
             return f"FP8 state of {name} was not restored"

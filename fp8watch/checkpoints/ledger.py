@@ -1,7 +1,7 @@
 """The ledger: what is known about each checkpoint after it was saved.
 
-It lies beside the checkpoint folders and not inside them, so that a label never touches a finished checkpoint,
-and is replaced atomically. Order is the order of saving. Of several ranks the first one writes it; the others read.
+It is stored beside the checkpoint folders, so that a new label never changes a finished checkpoint, and is replaced
+atomically. Records are in the order of saving. Rank 0 writes the ledger; other ranks read it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from fp8watch.records import CheckpointLabel, CheckpointRecord
 logger = logging.getLogger(__name__)
 NAME = "ledger.json"
 COPY = ".ledger-copy.json"
-"""The same again: what it says of checkpoints stands nowhere else."""
+"""A second copy, because labels are stored nowhere else."""
 LOST = "labels are lost, folders are taken as candidates"
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollback that was carried out."""
+    """A completed rollback."""
 
     checkpoint: str
     from_step: int
     to_step: int
     attempt: int
-    """The attempt that was left."""
+    """The attempt that it ended."""
     skip_batches: int
     time_unix: float
     setting: str = ""
-    """What was in force in the replay: precision, limits, learning rate, margin."""
+    """Settings of the replay: precision, limits, learning rate, margin."""
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What `ledger.json` holds."""
+    """Contents of `ledger.json`."""
 
     version: int = 1
     checkpoints: list[CheckpointRecord] = []
@@ -49,18 +49,18 @@ class Ledger:
     """Labels of the checkpoints under one root."""
 
     def __init__(self, root: Path, *, is_writer: bool = True) -> None:
-        """`is_writer` False: somebody else writes it; `refresh` reads what that has written."""
+        """Without `is_writer` another rank writes the ledger, and `refresh` reads it."""
         self._root = root
         self._is_writer = is_writer
         self._contents = Contents()
         self.notes: list[str] = []
-        """What was found amiss on opening."""
+        """Problems found on opening."""
         self._open()
         for note in self.notes:
             logger.warning("%s", note)
 
     def refresh(self) -> None:
-        """Read again what another rank has written meanwhile; nothing for the one that writes."""
+        """Read the ledger again. Does nothing on the rank that writes it."""
         if not self._is_writer:
             self.notes = []
             self._open()
@@ -76,7 +76,7 @@ class Ledger:
         return list(self._contents.rollbacks)
 
     def find(self, checkpoint: str) -> CheckpointRecord:
-        """The record of an id. Raises `CheckpointError`."""
+        """The record of an ID. Raises `CheckpointError`."""
         for record in self._contents.checkpoints:
             if record.checkpoint == checkpoint:
                 return record
@@ -84,7 +84,7 @@ class Ledger:
         raise CheckpointError(f"no checkpoint {checkpoint!r} here; known: {known}")
 
     def put(self, record: CheckpointRecord) -> None:
-        """Add a record, or replace that of the same id in its place. Raises `CheckpointError` if it is not durable."""
+        """Add a record, or replace the one with the same ID. Raises `CheckpointError` if it is not durable."""
         records = self.checkpoints
         ids = [known.checkpoint for known in records]
         if record.checkpoint in ids:
@@ -103,16 +103,16 @@ class Ledger:
         return record
 
     def drop(self, checkpoint: str) -> None:
-        """Forget a checkpoint whose folder is gone."""
+        """Remove the record of a checkpoint whose folder is gone."""
         records = [record for record in self._contents.checkpoints if record.checkpoint != checkpoint]
         self._store(msgspec.structs.replace(self._contents, checkpoints=records))
 
     def add_rollback(self, rollback: Rollback) -> None:
-        """Note a rollback. Raises `CheckpointError` when it cannot be kept."""
+        """Add a rollback. Raises `CheckpointError` if it is not durable."""
         self._store(msgspec.structs.replace(self._contents, rollbacks=[*self._contents.rollbacks, rollback]))
 
     def _store(self, contents: Contents) -> None:
-        # In memory first: a full disk must not make this process forget that a checkpoint is tainted.
+        # In memory first: even on a full disk this process must remember that a checkpoint is tainted.
         self._contents = contents
         if not self._is_writer:
             return
@@ -130,7 +130,7 @@ class Ledger:
         path = self._root / NAME
         contents = Contents()
         if not self._is_writer and not path.exists() and self._contents.checkpoints:
-            return  # seen before: a file system that is slow to show what was replaced
+            return  # known before, so the file system is slow to show the replaced file
         try:
             contents = _read(path)
         except FileNotFoundError:
@@ -149,12 +149,13 @@ class Ledger:
             except CheckpointError as error:
                 self.notes.append(f"left aside: {error}")
         records = kept + sorted(adopted, key=lambda record: record.time_unix)
-        # Label `pending` means a process ended while it saved; the folder is complete or it would not be here.
+        # Label `pending` means that the process ended during the save. The folder is complete, else it would not be
+        # here.
         records = [self._completed(record) if record.label == "pending" else record for record in records]
         self._contents = msgspec.structs.replace(contents, checkpoints=records)
 
     def _copied(self, default: Contents | None) -> Contents:
-        """What the copy holds; without one `default`, and if that is None, nothing, which is said."""
+        """The contents of the copy. Without a copy `default`, or nothing if that is None, which is noted."""
         try:
             return _read(self._root / COPY)
         except (OSError, msgspec.DecodeError, ValueError):
@@ -166,7 +167,7 @@ class Ledger:
         folder = self._root / record.checkpoint
         try:
             return to_record(manifests.read(folder), folder, reason=record.reason)
-        except CheckpointError as error:  # whoever wants to load it finds out the same, and says it
+        except CheckpointError as error:  # loading it will report the same error
             self.notes.append(str(error))
             return msgspec.structs.replace(record, label="candidate")
 
@@ -176,8 +177,8 @@ def _read(path: Path) -> Contents:
 
 
 def to_record(manifest: manifests.Manifest, folder: Path, *, reason: str = "") -> CheckpointRecord:
-    """A manifest as the ledger's record, labelled candidate, or tainted where the manifest says what is wrong with it;
-    not for a pending one, which has none yet."""
+    """The ledger's record of a manifest, labelled candidate, or tainted if the manifest is `spoilt`. A pending
+    checkpoint has no manifest yet."""
     spoilt = manifests.spoilt(manifest)
     return CheckpointRecord(
         run=manifest.run,

@@ -1,11 +1,10 @@
-"""Saving, labelling, choosing and restoring checkpoints of one training process, or of one rank of several.
+"""Saves, labels, selects and restores the checkpoints of a training process, or of one of several ranks.
 
-All of it runs on the training thread at a step boundary. A save that fails changes nothing and raises
-`CheckpointError`, which the caller notes; training goes on. A restore verifies everything before it overwrites
-anything.
+Everything runs on the training thread at a step boundary. A failed save changes nothing and raises `CheckpointError`;
+the caller reports it and training continues. A restore verifies everything before it overwrites anything.
 
-Of several ranks, which share the directory, the first alone writes the ledger and removes folders. All ranks save at
-the same steps; what they restore is settled between them (`fp8watch.actions.rollback`, `fp8watch.training.resume`).
+Several ranks share the directory. Only rank 0 writes the ledger and removes folders. All ranks save at the same steps.
+Which checkpoint they restore is agreed in `fp8watch.actions.rollback` and `fp8watch.training.resume`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """The checkpoints of one run under one root directory."""
+    """The checkpoints of one run in one root directory."""
 
     def __init__(
         self,
@@ -53,10 +52,10 @@ class CheckpointManager:
         world_size: int = 1,
         together: Together | None = None,
     ) -> None:
-        """Makes the root directory and reads its ledger. `together`: how ranks settle that all of them begin a save.
+        """Creates the root directory and reads its ledger. `together`: how ranks agree that all of them begin a save.
 
-        Raises `CheckpointError` when it cannot be used or another run uses it, `Unsupported` when no checkpoint could
-        hold this model or optimizer.
+        Raises `CheckpointError` if the directory cannot be used or another run uses it, and `Unsupported` if no
+        checkpoint can hold this model or optimizer.
         """
         self.config = config
         self.parts = parts
@@ -75,7 +74,7 @@ class CheckpointManager:
         self._newest: CheckpointRecord | None = None
         self._doomed = rotation.Doomed()
         self.on_change: Callable[[CheckpointRecord], None] = lambda record: None
-        """Called with every record that is new or has another label."""
+        """Called with every record that is new or has a new label."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._owner = Owner(self.root, run) if self.is_writer else None
@@ -93,20 +92,20 @@ class CheckpointManager:
 
     @property
     def every(self) -> int | None:
-        """Steps between two checkpoints now in force; None: only on demand."""
+        """Current number of steps between two checkpoints; None: only on demand."""
         return self._every
 
     def set_every(self, every: int | None) -> None:
-        """Change the cadence until it is changed again."""
+        """Change the number of steps between checkpoints, until the next change."""
         self._every = every
 
     @property
     def notes(self) -> list[str]:
-        """What was found amiss on opening, for the person who trains."""
+        """Problems found on opening, for the user."""
         found = list(self.ledger.notes)
         if self._owner is not None and self._owner.note:
             found.append(self._owner.note)
-        if self.is_writer and self.config.save is None:  # of a user's own format nothing is known
+        if self.is_writer and self.config.save is None:  # the size of a user's own format is unknown
             layout = layout_of(self.parts.model, self.parts.optimizer, self.world_size)
             place = Place(world_size=self.world_size, layout=layout)
             note = space.note(self.root, self.config, self.parts, place, held=len(self.ledger.checkpoints))
@@ -114,18 +113,20 @@ class CheckpointManager:
         return found
 
     def records(self) -> list[CheckpointRecord]:
-        """Every checkpoint, in the order of saving."""
+        """Every checkpoint in the order of saving."""
         self.ledger.refresh()
         return self.ledger.checkpoints
 
     def newest_usable(self, before_step: int | None = None) -> CheckpointRecord | None:
-        """Where to resume (the newest saved that is not tainted), or with `before_step` where to roll back to."""
+        """The checkpoint to resume from (the newest saved that is not tainted), or with `before_step` to roll back
+        to."""
         if before_step is not None:
             return rollback_target(self.records(), before_step)
         return next(iter(resume_candidates(self.records())), None)
 
     def resume_target(self) -> CheckpointRecord | None:
-        """Where a start goes on, noted as being tried: one whose loading has ended the process twice is given up."""
+        """The checkpoint that a start resumes from, recorded as a trial. One is skipped after `MAX_TRIALS` starts
+        without a step."""
         while (record := self.newest_usable()) is not None:
             if not self.is_writer or self._trial.begin(record.checkpoint):
                 return record
@@ -133,10 +134,10 @@ class CheckpointManager:
         return None
 
     def label(self, checkpoint: str, label: CheckpointLabel, reason: str = "") -> CheckpointRecord:
-        """Set a label in the ledger; tainted is final. Raises `CheckpointError` for an unknown id."""
+        """Set a label in the ledger. Tainted is final. Raises `CheckpointError` for an unknown ID."""
         before = self.ledger.find(checkpoint)
         if before.label == "pending" and label in ("candidate", "good"):
-            return before  # nobody but the one who saves knows when it is durable
+            return before  # only the save itself knows when it is durable
         record = self.ledger.label(checkpoint, label, reason)
         if record != before and self.is_writer:
             self.on_change(record)
@@ -145,22 +146,23 @@ class CheckpointManager:
     # Saving
 
     def maybe_save(self, step: int) -> CheckpointRecord | None:
-        """Save if the cadence asks for it after this step. Raises as `save`."""
+        """Save if `every` says so after this step. Raises like `save`."""
         if self._every is None or step % self._every or step == 0:
             return None
         return self.save(step)
 
     def save(self, step: int, reason: str = "") -> CheckpointRecord:
-        """Save the state after `step` updates; the record, labelled candidate, or pending until all is durable.
+        """Save the state after `step` updates. Returns the record, labelled candidate, or pending until everything is
+        durable.
 
-        The state of this step and attempt is saved once: asked again, the first record comes back.
-        Raises `CheckpointError`; what was there before is untouched then.
+        The state of a step and attempt is saved once: a second call returns the first record. Raises `CheckpointError`;
+        earlier checkpoints are untouched then.
         """
         attempt = self._attempt()
         ask = self._beginning.question(attempt, step)
         known = self._saved_before(attempt, step)
         if known is not None:
-            ask(f"{known.checkpoint} is saved already")  # another rank may think otherwise
+            ask(f"{known.checkpoint} is saved already")  # another rank may not have it
             return known
         name = rotation.free_name(self.root, step, attempt)
         layout = layout_of(self.parts.model, self.parts.optimizer, self.world_size)
@@ -194,7 +196,7 @@ class CheckpointManager:
 
     def _saved_before(self, attempt: int, step: int) -> CheckpointRecord | None:
         if self._newest is not None and (self._newest.attempt, self._newest.step) == (attempt, step):
-            return self._newest  # not in the ledger of a rank that only reads it, as long as it is pending
+            return self._newest  # while pending it is not in the ledger of a rank that only reads
         for record in self.records():
             if (record.run, record.attempt, record.step) == (self._run, attempt, step) and record.label != "tainted":
                 return record
@@ -202,18 +204,19 @@ class CheckpointManager:
 
     @property
     def pending(self) -> list[str]:
-        """Checkpoints that are being saved."""
+        """IDs of checkpoints being saved."""
         return [saving.final.name for saving in self._underway]
 
     def poll(self) -> None:
-        """At each boundary: go on with what is being saved. Raises `CheckpointError` when one never will be."""
+        """Continue the saves in progress. Called at each step boundary. Raises `CheckpointError` when one has
+        failed."""
         self._trial.passed()
         self._doomed.poll()
         for saving in self._underway[:]:
             self._advance(saving)
 
     def withdraw(self, checkpoint: str) -> None:
-        """Give up one that is being saved; nothing for any other."""
+        """Discard a checkpoint being saved. Does nothing for others."""
         if self._newest is not None and self._newest.checkpoint == checkpoint:
             self._newest = None
         for saving in [saving for saving in self._underway if saving.final.name == checkpoint]:
@@ -222,9 +225,11 @@ class CheckpointManager:
             self._forget(checkpoint, "another rank could not save its part")
 
     def close(self, seconds: float) -> None:
-        """Wait, within limits, for what is being saved. A run that ends in order has not died of what it loaded.
+        """Wait up to `seconds` for the saves in progress. An orderly end also clears the trial of the resumed
+        checkpoint.
 
-        Nothing is saved afterwards: another run may write into the directory."""
+        Releases the directory: afterwards another run may use it, and nothing more is saved.
+        """
         try:
             self._finish(seconds)
         finally:
@@ -252,7 +257,7 @@ class CheckpointManager:
             self._forget(saving.final.name, str(error))
             raise
         if saving.part is not None and not self.is_writer:
-            self._underway.remove(saving)  # the first rank does the rest
+            self._underway.remove(saving)  # rank 0 does the rest
         if written is None:
             return None
         self._underway.remove(saving)
@@ -271,7 +276,7 @@ class CheckpointManager:
             self._doomed.add(saving.folder)
 
     def _forget(self, checkpoint: str, why: str) -> None:
-        """A pending checkpoint that never will be one."""
+        """Drop a pending checkpoint that has failed."""
         known = next((record for record in self.ledger.checkpoints if record.checkpoint == checkpoint), None)
         if known is None or not self.is_writer:
             return
@@ -284,9 +289,9 @@ class CheckpointManager:
     # Restoring
 
     def load(self, checkpoint: str, *, allow_without_data: bool, is_quick: bool = False) -> Loaded:
-        """Read and check one for this rank; nothing is overwritten. `is_quick`: training waits for it.
+        """Read and check a checkpoint for this rank. Overwrites nothing. `is_quick`: training waits for it.
 
-        Raises `CheckpointError` when it is damaged, `Unfit` when it is sound and cannot be restored here.
+        Raises `CheckpointError` when it is damaged, `Unfit` when it is intact but cannot be restored here.
         """
         folder = self.root / checkpoint
         loaded = load_verified(
@@ -300,7 +305,7 @@ class CheckpointManager:
         return put_back(self.parts, loaded, skip_batches=skip_batches, refused=refused)
 
     def refuse(self, checkpoint: str, why: str) -> None:
-        """It is damaged: nobody shall go back to it."""
+        """Mark a damaged checkpoint as tainted."""
         logger.warning("checkpoint refused: %s", why)
         try:
             self.label(checkpoint, "tainted", f"damaged: {why}")
@@ -308,7 +313,7 @@ class CheckpointManager:
             logger.warning("%s", error)
 
     def target(self, checkpoint: str) -> CheckpointRecord:
-        """The record of a target. Raises `CheckpointError` for an unknown, tainted or pending id."""
+        """The record of a target. Raises `CheckpointError` for an unknown, tainted or pending ID."""
         self.ledger.refresh()
         record = self.ledger.find(checkpoint)
         if record.label in ("tainted", "pending"):
@@ -325,12 +330,12 @@ class CheckpointManager:
         following: Callable[[CheckpointRecord, dict[str, str]], CheckpointRecord | None] | None = None,
         is_quick: bool = False,
     ) -> RestoreReport:
-        """Bring this process alone back to a checkpoint, in place; what was restored.
+        """Restore a checkpoint in place, in this process only. Returns what was restored.
 
-        A damaged checkpoint is marked tainted, and if `fall_back` another takes its place: the next older one of the
-        same or a better label, or what `following` (damaged, all refused so far) chooses. Raises `CheckpointError`
-        with nothing overwritten: unknown, tainted or pending id, nothing intact left, parts that do not fit, or no
-        data position without `allow_without_data`.
+        A damaged checkpoint is marked tainted. With `fall_back` another replaces it: the choice of `following` (damaged
+        record, all refused so far), by default of `next_best`. Raises `CheckpointError` with nothing overwritten:
+        unknown, tainted or pending ID, nothing intact left, parts that do not fit, or no data position without
+        `allow_without_data`.
         """
         if skip_batches < 0:
             raise CheckpointError(f"skip_batches is {skip_batches}; it cannot be negative")
@@ -352,21 +357,22 @@ class CheckpointManager:
     def next_best(
         self, record: CheckpointRecord, refused: dict[str, str], *, onset_step: int | None = None
     ) -> CheckpointRecord | None:
-        """What takes the place of one that is damaged: an older one, or with the onset any from before it."""
+        """The replacement of a damaged checkpoint: the newest good one, else the newest candidate, among those older
+        than it or, with `onset_step`, from before the onset."""
         before = record.step if onset_step is None else max(record.step, onset_step)
         return rollback_target(self.records(), before, exclude=list(refused))
 
     def was_made_before(self, checkpoint: str, *, skip_batches: int, setting: str) -> bool:
-        """Whether the run has gone back to it already, to replay the same batches under the same setting."""
+        """Whether the run has already rolled back to it with the same batches and settings."""
         return any(
             (done.checkpoint, done.skip_batches, done.setting) == (checkpoint, skip_batches, setting)
             for done in self.ledger.rollbacks
         )
 
     def note_rollback(self, report: RestoreReport, *, from_step: int, skip_batches: int, setting: str = "") -> None:
-        """Write a rollback into the ledger; later checkpoints belong to a timeline that is given up: tainted.
+        """Add a rollback to the ledger and taint the later checkpoints, whose timeline it abandoned.
 
-        Raises `CheckpointError` when it cannot be made durable (it holds in this process all the same).
+        Raises `CheckpointError` if it is not durable; this process keeps it all the same.
         """
         if not self.is_writer:
             return

@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself: `manifest.json`, written last.
+"""`manifest.json`, the description of a checkpoint, written last.
 
-A folder without a manifest is no checkpoint. Sizes and SHA-256 sums are checked before anything is overwritten.
+A folder without a manifest is not a checkpoint. Sizes and SHA-256 sums are checked before anything is overwritten.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     bytes: int
     sha256: str
-    """Of its contents; of a large one, over the binary SHA-256 sums of its pieces."""
+    """SHA-256 of the contents; of a large file, over the binary SHA-256 sums of its pieces."""
     piece_bytes: int = 0
     """Size of the pieces; 0: hashed as a whole."""
     quick_sum: str = ""
-    """See `fp8watch.checkpoints.quick_sum`; empty: only SHA-256 is known."""
+    """See `fp8watch.checkpoints.quick_sum`; empty: unknown."""
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank of several has saved: `part-<rank>.json` until the manifest is written."""
+    """What one of several ranks has saved: `part-<rank>.json` until the manifest is written."""
 
     rank: int
     failed: str = ""
-    """Why it could not save; the checkpoint is given up then."""
+    """Why it could not save. The checkpoint is then discarded."""
     samples: int = 0
     parts: list[str] = []
     absent: dict[str, str] = {}
     learning_rate: list[float] = []
     parameter_checksum: str = ""
-    """Of the parameters as this rank holds them."""
+    """Checksum of the parameters that this rank holds."""
     is_finite: bool = True
-    """Whether they are all numbers."""
+    """Whether these are all finite."""
     rng_sha256: str = ""
-    """Digest of its own random state."""
+    """Digest of its random state."""
     optimizer_file: str = ""
-    """Among copies: the file that holds this rank's optimizer state, called by its contents; equal states share one."""
+    """Layout replicas: the file with this rank's optimizer state, named by its contents. Equal states share one."""
     also_file: str = ""
-    """The file that holds what else this rank was given to save; empty: nothing."""
+    """The file with this rank's `also=` objects; empty: none."""
     files: dict[str, FileEntry] = {}
 
 
@@ -60,22 +60,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     attempt: int
     step: int
-    """Optimizer updates done."""
+    """Number of optimizer updates done."""
     samples: int
-    """Samples consumed, by all ranks together; 0 when the data position is not included."""
+    """Samples consumed by all ranks together; 0 without data position."""
     data_position_included: bool
     time_unix: float
     world_size: int
     parts: list[str]
-    """What is inside: model, optimizer, scheduler, scaler, rng, fp8, data. Of several ranks, what all of them have."""
+    """Parts saved by all ranks: model, optimizer, scheduler, scaler, rng, fp8, data, also."""
     absent: dict[str, str]
-    """What is not inside, and why."""
+    """Parts not saved, and why."""
     learning_rate: list[float]
-    """LR of each parameter group for the update that comes next."""
+    """LR of each parameter group for the next update."""
     parameter_checksum: str
     """See `fp8watch.checkpoints.checksum`."""
     rng_sha256: str
-    """Digest of the random state (of rank 0)."""
+    """Digest of the random state of rank 0."""
     files: dict[str, FileEntry]
     versions: dict[str, str]
     layout: Literal["whole", "replicas", "shards"] = "whole"
@@ -83,15 +83,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     storage: str = "torch"
     """What wrote model and optimizer: torch, dcp or callback."""
     ranks: list[RankPart] = []
-    """Of each of several ranks, in their order."""
+    """The parts of several ranks, in order of rank; empty for one rank."""
     not_finite: list[int] = []
-    """Ranks that held a parameter that is not finite: saved all the same, and no target."""
+    """Ranks with a parameter that is not finite. The checkpoint is saved, but is not a target."""
     manifest_sha256: str = ""
-    """Sum of the manifest's JSON with this field empty: a flipped bit in a number is noticed, too."""
+    """SHA-256 of the manifest's JSON with this field empty. Detects flipped bits."""
 
 
 def share_of(manifest: Manifest, rank: int) -> dict[str, FileEntry]:
-    """Files that this rank looks at when all ranks look at all of them: its own, and its share of those of nobody."""
+    """Files that this rank checks when all ranks share the work: its own, and its share of those that no rank owns."""
     if not manifest.ranks:
         return manifest.files
     written = {name: part.rank for part in manifest.ranks for name in part.files}
@@ -100,7 +100,7 @@ def share_of(manifest: Manifest, rank: int) -> dict[str, FileEntry]:
 
 
 def spoilt(manifest: Manifest) -> str | None:
-    """Why nobody may go back to it: parameters that are no numbers, or copies of a model that are none."""
+    """Why it must not be restored: parameters are not finite, or differ between replicas."""
     if manifest.not_finite:
         return f"parameters of rank {manifest.not_finite[0]} are not finite"
     checksums = [part.parameter_checksum for part in manifest.ranks]
@@ -111,18 +111,19 @@ def spoilt(manifest: Manifest) -> str | None:
 
 
 def write(manifest: Manifest) -> bytes:
-    """The manifest as indented JSON, with its own sum."""
+    """The manifest as indented JSON, with its own checksum."""
     manifest = msgspec.structs.replace(manifest, manifest_sha256=_sum(msgspec.to_builtins(manifest)))
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
 def _sum(fields: dict[str, Any]) -> str:
-    """Of what is written, whichever fields that version knew."""
+    """SHA-256 of all fields present, also those of other versions."""
     return hashlib.sha256(msgspec.json.encode({**fields, "manifest_sha256": ""})).hexdigest()
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises `CheckpointError` when it is absent, damaged or of another format."""
+    """The manifest of a checkpoint folder. Raises `CheckpointError` if it is missing, damaged or of another format
+    version."""
     try:
         data = (folder / NAME).read_bytes()
         manifest = msgspec.json.decode(data, type=Manifest)

@@ -1,8 +1,8 @@
-"""An optimizer's state, put back in place.
+"""Restores an optimizer's state in place.
 
-`Optimizer.load_state_dict` replaces every state tensor and parameter group by a new object, which breaks
-captured graphs, and LR tensors that a scheduler or a compiled step holds. Here live tensors are overwritten by
-`copy_`, state made after the checkpoint is dropped, and group objects stay what they are.
+`Optimizer.load_state_dict` replaces every state tensor and parameter group. This breaks captured CUDA graphs, and LR
+tensors held by a scheduler or a compiled step. Here live tensors are overwritten by `copy_`, state created after the
+checkpoint is removed, and the group objects stay the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8watch.errors import CheckpointError
 
 
 def uses_own_loading(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps state that only its own `load_state_dict` understands."""
+    """Whether the optimizer has its own `load_state_dict`, `state_dict` or hooks for them, which must then be used."""
     own = type(optimizer)
     has_hooks = bool(
         getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
@@ -33,7 +33,7 @@ def uses_own_loading(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Whether the saved state fits the optimizer. Raises `CheckpointError`; nothing is changed."""
+    """Check that the saved state fits the optimizer. Raises `CheckpointError`; changes nothing."""
     groups, saved_groups = optimizer.param_groups, saved["param_groups"]
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in saved_groups]
@@ -57,9 +57,9 @@ def check(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
 
 
 def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Put the saved state (the form of `Optimizer.state_dict`) back. Call `check` first."""
+    """Restore a saved state (in the format of `Optimizer.state_dict`). Call `check` first."""
     if uses_own_loading(optimizer):
-        # Copies: a tensor of the file must not become one of the optimizer.
+        # A copy, so that the optimizer does not adopt a tensor of the file.
         optimizer.load_state_dict(placed(_unsharded(saved, optimizer), None, None, steps_follow=False))
         return
     live = _live(optimizer)
@@ -80,7 +80,7 @@ def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _restore_values(target: dict[Any, Any], saved: dict[Any, Any], owner: Any, *, steps_follow: bool = False) -> None:
-    """`owner`: the parameter whose state this is; None: a group, which keeps what was not saved."""
+    """`owner`: the parameter that the state belongs to; None: a group, whose unsaved entries are kept."""
     for key, value in saved.items():
         current: Any = target.get(key)
         if is_shard(value):
@@ -103,9 +103,9 @@ def _is_alike(current: Any, value: Any) -> bool:
 
 
 def placed(value: Any, key: Any, owner: Any, *, steps_follow: bool) -> Any:
-    """A copy of a saved value with its tensors where torch's own `load_state_dict` puts them, however deep they lie in
-    lists and dicts: beside the parameter, but for step counters, which `steps_follow` (a capturable or fused
-    optimizer) only."""
+    """A copy of a saved value with its tensors on the device where torch's `load_state_dict` puts them, at any depth of
+    lists and dicts: the parameter's device. Step counters only move there with `steps_follow` (a capturable or fused
+    optimizer)."""
     if is_shard(value):
         return from_shard(value, owner, f"optimizer state {key!r}")
     if isinstance(value, torch.Tensor):
@@ -120,7 +120,7 @@ def placed(value: Any, key: Any, owner: Any, *, steps_follow: bool) -> Any:
 
 
 def whose_steps_follow(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    """Parameters whose step counters lie on their device."""
+    """Parameters whose step counters are on their device."""
     groups = [group for group in optimizer.param_groups if group.get("capturable") or group.get("fused")]
     return {parameter for group in groups for parameter in group["params"]}
 

@@ -1,9 +1,9 @@
-"""One run at a time writes into a directory of checkpoints: two would write over each other's ledger, and what one has
-marked as tainted the other would offer again.
+"""Locks a directory of checkpoints, so that only one run writes into it.
 
-Whoever writes the ledger locks a file beside it. The kernel lets go of the lock when the process ends, however it
-ends, and a process that is forked does not hold it. Within one process, where such a lock keeps nobody out, a list
-does. A file system that cannot lock is said.
+Two runs would overwrite each other's ledger, and one would offer the checkpoints that the other has marked as tainted.
+The process that writes the ledger locks a file beside it. The kernel releases the lock when the process ends, and a
+forked process does not inherit it. Such a lock does not exclude other runs of the same process; a list does. A file
+system without locks is reported.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from fp8watch.errors import CheckpointError
 
 NAME = ".in-use"
 PATIENCE_SECONDS = 5.0
-"""How long a lock is asked for again: the process before this one may be about to end. Also how long the file system
-may take to answer."""
+"""How long to retry the lock, because the previous process may be about to end. Also the timeout of the file system."""
 
 _ours: dict[Path, tuple[int, str]] = {}
-"""Directories that this process writes into, the process (a forked one inherits the list) and its run."""
+"""Directories that this process writes into -> process ID (a forked process inherits the list) and run."""
 
 
 class Owner:
-    """The right to write into a directory, until `release`."""
+    """The lock on a directory, held until `release`."""
 
     def __init__(self, root: Path, run: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Raises `CheckpointError` naming who has it."""
-        # Without links: the same file under another name would lose the lock of the first when it is closed.
+        """Raises `CheckpointError` naming the holder."""
+        # Resolved: closing the same file under another name would release the first lock.
         self._root = Path(os.path.realpath(root))
         self._descriptor: int | None = None
         self._pid, self._is_held = os.getpid(), False
         self.note = ""
-        """Why others are not kept out; empty: they are."""
+        """Why other processes are not excluded; empty: they are."""
         known = _ours.get(self._root)
         if known is not None and known[0] == self._pid:
             raise CheckpointError(
@@ -54,7 +53,7 @@ class Owner:
         self._is_held = True
 
     def release(self) -> None:
-        """Let others write. Idempotent."""
+        """Release the lock. Idempotent."""
         if not self._is_held or self._pid != os.getpid():
             return
         self._is_held = False
@@ -67,9 +66,9 @@ class Owner:
                 os.close(descriptor)
 
     def _lock(self, run: str) -> str | None:
-        """None: locked, or nobody can (see `note`); else who has it."""
+        """Returns the holder; None: locked, or locking is impossible (see `note`)."""
         try:
-            # A thread of its own: on a network file system a lock may have to be waited for.
+            # On its own thread: a network file system may block.
             return later(lambda: self._lock_now(run)).result(PATIENCE_SECONDS)
         except (OSError, RuntimeError, NotInTime) as error:
             self.note = (
@@ -93,7 +92,7 @@ class Owner:
                 raise
             if _is_file_of(path, descriptor):
                 break
-            os.close(descriptor)  # its owner has removed it meanwhile
+            os.close(descriptor)  # removed by its owner meanwhile
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"run {run} (process {os.getpid()} on {socket.gethostname()})\n".encode(), 0)

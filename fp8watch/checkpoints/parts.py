@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: the live objects of one training process."""
+"""The live objects of one training process that a checkpoint captures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8watch.capture.gradients import has_scaler
 
 
 class DataPosition(Protocol):
-    """Where the run is in its data, and how to go back there."""
+    """The position in the data, which can be saved and restored."""
 
     @property
     def samples(self) -> int:
@@ -24,10 +24,10 @@ class DataPosition(Protocol):
         """Why the position cannot be saved or restored; None: it can."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position (tensors and plain values only)."""
+        """The position, as tensors and plain values."""
 
     def load_state_dict(self, state: dict[str, Any], skip_batches: int = 0) -> None:
-        """Go to a position and leave out the batches that come first there."""
+        """Go to a position and skip the next `skip_batches` batches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,17 +37,17 @@ class TrainingParts:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: Any | None = None
-    """Anything with state_dict and load_state_dict."""
+    """Any object with state_dict and load_state_dict."""
     scaler: Any | None = None
     """A `torch.amp.GradScaler`; a disabled one counts as none."""
     controls: Fp8Controls | None = None
     data: DataPosition | None = None
     also: Mapping[str, Any] = field(default_factory=dict)
-    """Anything else with state_dict and load_state_dict, by name."""
+    """Other objects with state_dict and load_state_dict, by name."""
 
     @property
     def data_unavailable(self) -> str | None:
-        """Why a checkpoint would hold no data position; None: it holds one."""
+        """Why a checkpoint would hold no data position; None: it would hold one."""
         if self.data is None:
             return "no rewindable batches: iterate over watch.batches(loader)"
         return self.data.unavailable

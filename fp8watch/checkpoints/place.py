@@ -1,9 +1,10 @@
-"""How a run's state lies on its ranks, and which files of a checkpoint are whose.
+"""How a run's state is distributed over its ranks, and the names of their files.
 
-`whole`: one process. `replicas`: data-parallel copies, of which rank 0 saves the model for all; every rank saves what
-is its own (random state, data position, buffers). Their optimizers may differ (distributed Muon, ZeRO-1 made by hand):
-an optimizer's file is called by its contents, so that equal ones are saved once, by whichever rank comes first, and
-every rank has its own back. `shards`: every rank saves all that it holds.
+- `whole`: one process.
+- `replicas`: data-parallel copies. Rank 0 saves the model for all; every rank saves its own state (random state, data
+position, buffers). Optimizers may differ (distributed Muon, hand-made ZeRO-1): an optimizer's file is named by its
+contents, so equal ones are saved once, by the first rank to write it.
+- `shards`: every rank saves all that it holds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fp8watch.errors import CheckpointError
 
 
 class Unsupported(CheckpointError):
-    """No checkpoint of ours could hold this model or optimizer."""
+    """No checkpoint format of fp8watch can hold this model or optimizer."""
 
 
 Layout = Literal["whole", "replicas", "shards"]
@@ -35,29 +36,29 @@ class Place:
 
     @property
     def model_file(self) -> str:
-        """File that holds this rank's model."""
+        """File of this rank's model."""
         return f"model-{self.rank:05d}.pt" if self.layout == "shards" else "model.pt"
 
     def optimizer_file(self, contents: str = "") -> str:
-        """File that holds this rank's optimizer, whose contents have this sum; of copies, without one, that of all."""
+        """File of this rank's optimizer. `contents`: hash of its state; empty: the file shared by all replicas."""
         if self.layout == "replicas" and contents:
             return f"optimizer-{contents}.pt"
         return f"optimizer-{self.rank:05d}.pt" if self.layout == "shards" else "optimizer.pt"
 
     def also_file(self, contents: str = "") -> str:
-        """File that holds what else attach was given, likewise."""
+        """File of the `also=` objects; see `optimizer_file`."""
         if self.layout == "replicas" and contents:
             return f"also-{contents}.pt"
         return "also.pt" if self.layout == "whole" else f"also-{self.rank:05d}.pt"
 
     @property
     def state_file(self) -> str:
-        """File of all that is this rank's own."""
+        """File of this rank's own state."""
         return "state.pt" if self.layout == "whole" else f"state-{self.rank:05d}.pt"
 
     @property
     def part_file(self) -> str:
-        """Says, while a checkpoint is being saved, that this rank's files are durable, or why they are not."""
+        """File that tells rank 0 during a save that this rank's files are durable, or why they are not."""
         return f"part-{self.rank:05d}.json"
 
     @property
@@ -67,7 +68,7 @@ class Place:
 
 
 def layout_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> Layout:
-    """How the state lies. Without proof that ranks hold copies each saves its own."""
+    """The layout of the state. Unless ranks are known to hold replicas, each saves its own."""
     if world_size == 1:
         return "whole"
     tensors = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
@@ -79,7 +80,7 @@ def layout_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, world_si
 
 
 def unsupported(model: torch.nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> str | None:
-    """Why the ranks' states cannot be saved one by one; None: they can."""
+    """Why the ranks' states cannot be saved separately; None: they can."""
     if world_size == 1:
         return None
     if hasattr(optimizer, "consolidate_state_dict"):
@@ -90,7 +91,7 @@ def unsupported(model: torch.nn.Module, optimizer: torch.optim.Optimizer, world_
 
 
 def core(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside a DistributedDataParallel: its names do not depend on the wrapping."""
+    """The model inside a DistributedDataParallel, so that names do not depend on the wrapper."""
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     assert isinstance(inner, torch.nn.Module)
     return inner

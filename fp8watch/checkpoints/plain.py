@@ -1,6 +1,6 @@
-"""Only tensors and plain values go into a checkpoint, so that `torch.load(weights_only=True)` reads it.
+"""Converts state to tensors and plain values, so that `torch.load(weights_only=True)` can read it.
 
-Anything else is refused when it is saved, by name, and not discovered at the rollback that needs it.
+Anything else is refused by name at the save, and not discovered at the rollback that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8watch.errors import CheckpointError
 
 
 def to_plain(value: Any, name: str) -> Any:
-    """A copy of the containers (tensors are shared) with NumPy values turned into tensors and Python numbers.
+    """A copy of the containers with NumPy values converted to tensors and Python numbers. Tensors are shared.
 
     Raises `CheckpointError` naming the first value that cannot be stored, e.g. `scheduler.lr_lambdas[0].model`.
     """
@@ -39,7 +39,7 @@ def to_plain(value: Any, name: str) -> Any:
             return dict(pairs)
         plain = OrderedDict(pairs)
         if hasattr(value, "_metadata"):
-            # Module versions: `load_state_dict` migrates by them.
+            # Module versions, which `load_state_dict` needs for migrations.
             plain._metadata = to_plain(value._metadata, f"{name}._metadata")  # type: ignore[attr-defined]
         return plain
     if type(value) in (list, tuple, set):

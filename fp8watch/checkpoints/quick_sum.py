@@ -1,8 +1,8 @@
-"""A sum over a file's bytes that is as fast as reading it: what a rollback, which training waits for, checks files by.
+"""A checksum of files at reading speed. A rollback verifies files with it, because training waits.
 
-SHA-256 goes at about 1 GB/s on a core, which would double the time of a rollback. XXH3 goes at memory speed
-(https://xxhash.com). It misses damage in one case in 2^64; against somebody who means to deceive it is no help. A
-resume, which nobody waits for, checks SHA-256.
+SHA-256 runs at about 1 GB/s per core, which would double the time of a rollback. XXH3 runs at memory speed
+(https://xxhash.com). It misses accidental damage in one case in 2^64, and does not protect against tampering. A resume
+is not urgent and verifies SHA-256.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _buffers = threading.local()
 
 
 def quick_sums(files: list[tuple[Path, int]], *, is_mapped: bool = False) -> list[str]:
-    """Sums of (path, size) files: hexadecimal, 64 bit. Raises `OSError`, also for a file that ends early.
+    """Checksums of (path, size) files: hexadecimal, 64 bits. Raises `OSError`, also for a file that ends early.
 
-    `is_mapped`: map them and do not copy them, where nobody shortens them meanwhile. Else they are read by several
-    threads, as file systems on a network are faster for.
+    `is_mapped`: map the files instead of reading them, where they cannot shrink meanwhile. Else several threads read
+    them, which is faster on network file systems.
     """
     pieces = [
         (path, start, min(PIECE_BYTES, size - start)) for path, size in files for start in range(0, size, PIECE_BYTES)
     ]
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
     if is_mapped or threads < 2:
-        # The sum holds the interpreter's lock: without reading there is nothing that threads could do beside it.
+        # Hashing holds the GIL, so without reads there is nothing to overlap.
         add = _sum_mapped if is_mapped else _sum_read
         sums = iter([add(*piece) for piece in pieces])
     else:
@@ -59,7 +59,7 @@ def _sum_mapped(path: Path, start: int, length: int) -> bytes:
 
 
 def _sum_read(path: Path, start: int, length: int) -> bytes:
-    """Read and not mapped: a file that shrinks meanwhile is an error, and no signal that ends the process."""
+    """Reads without mapping, because a file that shrinks must raise an error and not a signal."""
     buffer: bytearray | None = getattr(_buffers, "buffer", None)
     if buffer is None:
         buffer = _buffers.buffer = bytearray(PIECE_BYTES)

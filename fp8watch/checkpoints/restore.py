@@ -1,4 +1,4 @@
-"""Reading a checkpoint and putting it back in place: everything is checked before anything is overwritten."""
+"""Loads and restores a checkpoint in place. Everything is checked before anything is overwritten."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8watch.errors import CheckpointError
 
 
 class PartlyRestored(CheckpointError):
-    """Restoring failed after overwriting had begun: live state is mixed and must not be trained on."""
+    """Restoring failed after overwriting had begun. The live state is mixed and must not be trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class Loaded:
 
     manifest: Manifest
     model: dict[str, Any]
-    """`state` and `buffers`; without parameters where a storage of its own has them."""
+    """`state` and `buffers`, without parameters if the storage has its own files."""
     optimizer: dict[str, Any] | None
     state: dict[str, Any]
     world_size: int
-    """Ranks that are here."""
+    """Number of ranks now."""
     part: RankPart | None = None
-    """What this rank had saved; None: it was not there, or there was one rank only."""
+    """What this rank had saved; None: it did not exist, or there was only one rank."""
     restore_weights: Restore | None = None
     also: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -49,12 +49,12 @@ class RestoreReport:
     """What a restore did."""
 
     checkpoint: str
-    """The one that was restored: an older one than asked for when that was damaged."""
+    """The restored checkpoint: an older one than requested if that was damaged."""
     step: int
     attempt: int
     """The attempt it was saved in."""
     samples: int
-    """Samples consumed up to it, by this rank; 0 without data position."""
+    """Samples consumed by this rank up to the checkpoint; 0 without data position."""
     data_restored: bool
     parameter_checksum: str
     learning_rate: list[float]
@@ -62,16 +62,16 @@ class RestoreReport:
     refused: dict[str, str] = field(default_factory=dict)
     """Damaged checkpoints and what is wrong with each."""
     notes: list[str] = field(default_factory=list)
-    """What a person should know about it."""
+    """Notes for the user."""
 
 
 def load_verified(
     folder: Path, parts: TrainingParts, storage: Storage, *, rank: int, world_size: int, is_quick: bool = False
 ) -> Loaded:
-    """Read and check what this rank needs. Nothing is overwritten. `is_quick`: by the quick sums, not SHA-256.
+    """Read and check what this rank needs. Overwrites nothing. `is_quick`: verify the quick sums, not SHA-256.
 
-    Raises `CheckpointError` when a file is missing, differs or is no plain data, `Unfit` when it is sound and does not
-    fit here.
+    Raises `CheckpointError` when a file is missing, damaged or not plain data, and `Unfit` when the checkpoint is
+    intact but does not fit here.
     """
     described = manifest.read(folder)
     if (spoilt := manifest.spoilt(described)) is not None:
@@ -82,7 +82,7 @@ def load_verified(
         place = elastic.place_in(described, rank, world_size)
     except CheckpointError as error:
         raise Unfit(str(error)) from error
-    check_sizes(folder, described.files)  # all of them: another rank's missing file is of no use to anybody
+    check_sizes(folder, described.files)  # all: one missing file makes the checkpoint useless
     needed = [place.state_file]
     if not storage.writes_own_files:
         optimizer_file = elastic.optimizer_file(described, place)
@@ -92,7 +92,7 @@ def load_verified(
     if missing := sorted(set(needed) - set(described.files)):
         raise CheckpointError(f"{folder.name}: the manifest names no {', '.join(missing)}")
     verify(folder, _share(described, needed, rank, world_size), is_quick=is_quick)
-    # The weights are mapped and not read: the restore copies them anyway, and a rollback waits for both.
+    # Weights are mapped, not read: the restore copies them anyway, and a rollback waits for it.
     can_map = not is_on_network(folder)
     files = {name: _read(folder, name, is_mapped=can_map and name != place.state_file) for name in needed}
     state = files[place.state_file]
@@ -114,7 +114,7 @@ def load_verified(
 
 
 def _share(described: Manifest, needed: list[str], rank: int, world_size: int) -> dict[str, FileEntry]:
-    """Files whose contents this rank checks: what it reads, and its share of those that any rank may read."""
+    """Files that this rank verifies: what it reads, and its share of those that any rank may read."""
     if not described.ranks:
         return described.files
     in_folders = sorted(name for name in described.files if "/" in name)
@@ -130,7 +130,7 @@ def _read(folder: Path, name: str, *, is_mapped: bool) -> Any:
 
 
 def check(parts: TrainingParts, loaded: Loaded, *, allow_without_data: bool) -> None:
-    """Compare what was read with the live objects. Raises `Unfit` with nothing changed."""
+    """Compare what was read with the live objects. Raises `Unfit`; changes nothing."""
     try:
         _check(parts, loaded)
         if not allow_without_data and not _has_data(parts, loaded):
@@ -143,7 +143,7 @@ def check(parts: TrainingParts, loaded: Loaded, *, allow_without_data: bool) -> 
 
 
 def put_back(parts: TrainingParts, loaded: Loaded, *, skip_batches: int, refused: dict[str, str]) -> RestoreReport:
-    """Overwrite the live state with a loaded one that `check` has passed.
+    """Overwrite the live state with a loaded one that has passed `check`.
 
     Raises `CheckpointError` before the first change, `PartlyRestored` after it.
     """
@@ -151,7 +151,7 @@ def put_back(parts: TrainingParts, loaded: Loaded, *, skip_batches: int, refused
     targets = _targets(parts)
     data = parts.data if _has_data(parts, loaded) else None
     if data is not None:
-        # First, because a loader may refuse; it is wound forward again then.
+        # First, because a loader may refuse. It is then set back to its position.
         before = data.state_dict()
         try:
             data.load_state_dict(loaded.state["data"], skip_batches=skip_batches)
@@ -196,7 +196,7 @@ def _has_data(parts: TrainingParts, loaded: Loaded) -> bool:
 
 
 def _compare(parts: TrainingParts, loaded: Loaded) -> str:
-    """Whether what was saved is what is there now; the parameters' checksum. Raises `PartlyRestored`."""
+    """Verify the restored state; returns the parameters' checksum. Raises `PartlyRestored`."""
     saved, part = loaded.manifest, loaded.part
     is_same_world = loaded.world_size == saved.world_size
     reached = parameter_checksum(parts.model)
@@ -272,7 +272,7 @@ def _overwrite(parts: TrainingParts, loaded: Loaded, targets: dict[str, Any]) ->
     with torch.no_grad():
         for name, buffer in contents.unsaved_buffers(inner).items():
             buffer.copy_(loaded.model["buffers"][name])
-        # Gradients belong to the timeline that is given up.
+        # Gradients belong to the abandoned timeline.
         for parameter in parts.model.parameters():
             parameter.grad = None
     if loaded.optimizer is not None:

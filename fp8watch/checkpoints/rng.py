@@ -1,4 +1,4 @@
-"""The random state of this process: `fp8watch.rng` for the host, plus the accelerators' generators."""
+"""The random state of this process: `fp8watch.rng` for the host, and the GPUs' generators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8watch import rng as host
 
 
 def capture() -> dict[str, Any]:
-    """All generators' states as tensors and plain values."""
+    """The state of all generators, as tensors and plain values."""
     state: dict[str, Any] = {"host": host.snapshot()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -18,7 +18,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put all generators back."""
+    """Restore all generators."""
     host.restore(state["host"])
     if "cuda" in state:
         torch.cuda.set_rng_state_all(state["cuda"])

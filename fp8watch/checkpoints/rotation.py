@@ -1,4 +1,4 @@
-"""Which checkpoints go when there are too many, and what an interrupted save leaves behind."""
+"""Removes surplus checkpoints and the remains of interrupted saves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fp8watch.records import CheckpointRecord
 logger = logging.getLogger(__name__)
 
 DOOMED_POLLS = 8
-"""Boundaries at which a folder that was given up is removed again."""
+"""Step boundaries at which a discarded folder is removed again."""
 UNFINISHED = ".unfinished-"
-"""Prefix of a folder that is being written; `<prefix><checkpoint>.<pid>`, of several ranks
+"""Prefix of a folder being written: `<prefix><checkpoint>.<pid>`, or with several ranks
 `<prefix><checkpoint>.ranks`."""
 
 
 class Doomed:
-    """Folders of saves that were given up, removed again at boundaries to come: ranks may still be writing there."""
+    """Folders of discarded saves. They are removed repeatedly, because other ranks may still be writing into them."""
 
     def __init__(self) -> None:
         self._polls: dict[Path, int] = {}
@@ -33,11 +33,11 @@ class Doomed:
         return folder in self._polls
 
     def add(self, folder: Path) -> None:
-        """One more."""
+        """Add a folder."""
         self._polls[folder] = DOOMED_POLLS
 
     def poll(self) -> None:
-        """At each boundary."""
+        """Remove the folders again. Called at each step boundary."""
         for folder in list(self._polls):
             shutil.rmtree(folder, ignore_errors=True)
             self._polls[folder] -= 1
@@ -46,7 +46,7 @@ class Doomed:
 
 
 def free_name(root: Path, step: int, attempt: int) -> str:
-    """What to call the checkpoint of a step: nothing that is there already."""
+    """A name for the checkpoint of a step that is not in use."""
     name = f"step-{step:08d}-attempt-{attempt}"
     suffix = 1
     while (root / name).exists():
@@ -56,26 +56,26 @@ def free_name(root: Path, step: int, attempt: int) -> str:
 
 
 def surplus(records: Sequence[CheckpointRecord], keep: int) -> list[CheckpointRecord]:
-    """What rotation removes, `records` being in the order of saving: tainted ones first, then the oldest.
+    """What rotation removes: tainted checkpoints first, then the oldest. `records` are in the order of saving.
 
-    Never the newest good one: it is what a rollback needs when everything younger is in doubt. One that is pending
-    counts for nothing, and is no reason to remove an older one.
+    Never the newest good one, which a rollback needs when everything newer is in doubt. Pending ones do not count and
+    are no reason to remove an older one.
     """
     records = [record for record in records if record.label != "pending"]
     excess = len(records) - keep
     if excess <= 0:
         return []
     pinned = next((record.checkpoint for record in reversed(records) if record.label == "good"), None)
-    older = records[:-1]  # the one just saved stays, whatever else is there
+    older = records[:-1]  # the one just saved always stays
     order = [record for record in older if record.label == "tainted"]
     order += [record for record in older if record.label != "tainted" and record.checkpoint != pinned]
     return order[:excess]
 
 
 def rotate(ledger: Ledger, keep: int) -> list[CheckpointRecord]:
-    """Remove surplus folders and their ledger entries; those that are gone, their path emptied.
+    """Remove surplus folders and their ledger entries. Returns the removed records with an empty path.
 
-    A folder that cannot be removed stays and is said.
+    A folder that cannot be removed is kept and logged.
     """
     gone = []
     for record in surplus(ledger.checkpoints, keep):
@@ -93,7 +93,7 @@ def rotate(ledger: Ledger, keep: int) -> list[CheckpointRecord]:
 
 
 def clear_unfinished(root: Path) -> None:
-    """Remove what processes that are gone left half-written or half-removed."""
+    """Remove folders that earlier processes left half-written or half-removed."""
     for folder in root.glob(f"{UNFINISHED}*"):
         process = folder.name.rpartition(".")[2]
         if process.isdigit() and int(process) != os.getpid() and Path(f"/proc/{process}").exists():

@@ -1,7 +1,7 @@
-"""Sharded tensors (DTensor) as plain ones: what a rank holds of each, and back into the live layout.
+"""Converts DTensors to plain tensors, and back into the live layout.
 
-A DTensor does not go through a file that is read with `weights_only`, and drags its device mesh along. What is stored
-is this rank's part with the whole's shape and the placements, which have to be the same when it is put back.
+A DTensor cannot be read with `weights_only` and includes its device mesh. Stored are this rank's shard, the full shape
+and the placements. Shape and placements must be the same at the restore.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the tensor itself unless it is a DTensor. Shares its memory."""
+    """This rank's shard of a DTensor, or the tensor itself. Shares its memory."""
     data: Any = tensor.detach()
     local: torch.Tensor = data.to_local() if is_sharded(data) else data
     return local
@@ -37,12 +37,12 @@ def to_shard(tensor: Any) -> dict[str, Any]:
 
 
 def is_shard(value: Any) -> bool:
-    """Whether this is what `to_shard` made."""
+    """Whether this was made by `to_shard`."""
     return isinstance(value, dict) and MARK in value
 
 
 def from_shard(saved: dict[str, Any], like: Any, name: str) -> torch.Tensor:
-    """A DTensor with the saved part, laid out as `like` is. Raises `CheckpointError` when the layouts differ."""
+    """A DTensor with the saved shard and the layout of `like`. Raises `CheckpointError` when the layouts differ."""
     if not is_sharded(like):
         raise CheckpointError(f"{name}: a part of a sharded tensor was saved, here it is whole")
     placements = [str(placement) for placement in like.placements]

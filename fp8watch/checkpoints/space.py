@@ -1,4 +1,4 @@
-"""Whether the checkpoints that are to be kept will fit on their disk, said at the start and not when one fails."""
+"""Checks at the start whether the disk has room for the checkpoints to be kept."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fp8watch.checkpoints.sharding import local_of
 logger = logging.getLogger(__name__)
 
 MOMENTS = 2
-"""Tensors of a parameter's size that an optimizer without state yet is taken to keep for each (Adam's)."""
+"""Assumed optimizer tensors per parameter, before the optimizer has state (Adam has 2)."""
 
 
 def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> int:
-    """About how many bytes one checkpoint of all ranks will have: weights, buffers and optimizer state.
+    """Estimated bytes of one checkpoint of all ranks: weights, buffers and optimizer state.
 
-    A sharded tensor counts once as a whole; what a rank holds by itself (pipeline stages) counts for each rank.
+    A DTensor counts once as a whole; what each rank holds separately (pipeline stages) counts for each rank.
     """
     found, own = 0, 0
     tensors: list[tuple[torch.Tensor, int]] = [(buffer, 1) for buffer in model.buffers()]
@@ -38,12 +38,12 @@ def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pla
 
 
 def shortage(root: Path, config: Checkpoints, one: int, held: int) -> str | None:
-    """Why the disk is too small for the checkpoints that rotation leaves and the one being saved; None: it is not.
+    """Why the disk is too small for the checkpoints that rotation keeps and the one being saved; None: it is not.
 
-    `one`: bytes of one; `held`: how many lie there already. Raises `OSError`.
+    `one`: bytes of one checkpoint. `held`: number of checkpoints there already. Raises `OSError`.
     """
     free = shutil.disk_usage(root).free
-    # The newest good one may stay beyond those that are kept, and a new one is there before an old one goes.
+    # The newest good one may be kept beyond `keep`, and a new one is written before an old one is removed.
     wanted = max(1, config.keep + 2 - held)
     if wanted * one <= free:
         return None
@@ -55,7 +55,7 @@ def shortage(root: Path, config: Checkpoints, one: int, held: int) -> str | None
 
 
 def note(root: Path, config: Checkpoints, parts: TrainingParts, place: Place, *, held: int) -> str | None:
-    """`shortage` of the checkpoints of this run; None also where it cannot be told."""
+    """`shortage` for this run's checkpoints; None also if it is unknown."""
     try:
         also = [module for module in parts.also.values() if isinstance(module, torch.nn.Module)]
         tensors = [tensor for module in also for tensor in (*module.parameters(), *module.buffers())]

@@ -1,6 +1,6 @@
-"""Who writes model and optimizer: torch.save a file a rank, `torch.distributed.checkpoint`, or the user's own function.
+"""The storages of model and optimizer: `torch.save`, `torch.distributed.checkpoint`, or the user's functions.
 
-What is each rank's own (random state, data position, scheduler, scaler, FP8 state) is always written by us.
+Each rank's own state (random state, data position, scheduler, scaler, FP8 state) is always written by fp8watch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fp8watch.checkpoints.place import Place
 from fp8watch.errors import CheckpointError
 
 Poll = Callable[[], dict[str, FileEntry] | None]
-"""Files written by this rank once all of them are durable; None: not yet. Raises what went wrong."""
+"""Returns this rank's files once all are durable, else None. Raises what failed."""
 
 Restore = Callable[[], None]
 """Overwrites the live model and optimizer."""
 
 
 class Unfit(CheckpointError):
-    """The checkpoint is sound, but is not one of this model, optimizer or number of ranks."""
+    """The checkpoint is intact, but belongs to another model, optimizer or number of ranks."""
 
 
 def _nothing() -> None:
@@ -37,12 +37,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A save of which this rank has all that it needs; exactly one of the two is called."""
+    """A save for which this rank is ready. Exactly one of `begin` and `cancel` is called."""
 
     kept: dict[str, Any]
-    """What `load` needs beside the storage's own files: tensors and plain values."""
+    """What `load` needs besides the storage's own files: tensors and plain values."""
     begin: Callable[[], Poll]
-    """Begin to write, when all ranks do. Raises what goes wrong at once."""
+    """Begin to write; called when all ranks are ready. Raises immediate errors."""
     cancel: Callable[[], None] = _nothing
 
 
@@ -53,19 +53,19 @@ class Storage(Protocol):
     """torch, dcp or callback."""
 
     writes_own_files: bool
-    """True: model and optimizer are not in the files that `contents.capture` describes, and ranks may wait for each
-    other while they are written: none may begin unless all do."""
+    """True: model and optimizer are not in the files of `contents.capture`, and ranks may wait for each other during
+    the write, so all must begin or none."""
 
     def prepare(self, folder: Path, parts: TrainingParts, place: Place) -> Prepared:
-        """All that can go wrong on one rank alone. Raises whatever that is."""
+        """Do everything that can fail on one rank alone. Raises any error."""
 
     def load(self, folder: Path, parts: TrainingParts, kept: dict[str, Any], *, is_same_world: bool = True) -> Restore:
-        """Read, as far as that is possible without overwriting; what then overwrites. `is_same_world`: saved by as many
-        ranks as are here. Raises `CheckpointError`, `Unfit` when it is sound and not for us."""
+        """Read without overwriting; returns the function that overwrites. `is_same_world`: saved by as many ranks as
+        now. Raises `CheckpointError`, `Unfit` when the checkpoint is intact but does not fit."""
 
 
 class TorchStorage:
-    """Nothing of its own: model and optimizer are files like the others."""
+    """Has no files of its own: model and optimizer are files like the others."""
 
     name = "torch"
     writes_own_files = False
@@ -80,9 +80,9 @@ class TorchStorage:
 
 
 class CallbackStorage:
-    """The functions given as `Checkpoints(save=, load=)`, called on every rank with a folder that all ranks share.
+    """The functions given as `Checkpoints(save=, load=)`. Called on every rank with a folder shared by all ranks.
 
-    `save` may return an object with `done()` and `result()`: the checkpoint is pending until then.
+    `save` may return an object with `done()` and `result()`; the checkpoint is then pending until it is done.
     """
 
     name = "callback"
@@ -93,7 +93,7 @@ class CallbackStorage:
         self._save, self._load = save, load
 
     def prepare(self, folder: Path, parts: TrainingParts, place: Place) -> Prepared:
-        """See `Storage`. Files are summed up by rank 0, which cannot know whose they are, when all are durable."""
+        """See `Storage`. Rank 0 measures the files when they are durable, because their owner is unknown."""
         target = folder / self.FOLDER
         target.mkdir(exist_ok=True)
 
@@ -128,7 +128,7 @@ def storage_of(config: Checkpoints) -> Storage:
 
 
 def write_files(folder: Path, files: dict[str, Any], common: dict[str, Any] | None = None) -> dict[str, FileEntry]:
-    """Write each of them with `torch.save`, durably; of `common` those that no other rank has begun to write.
+    """Write each file durably with `torch.save`; of `common` only those that no other rank has begun.
 
     Raises what `torch.save` and the file system raise.
     """
@@ -148,13 +148,13 @@ def write_files(folder: Path, files: dict[str, Any], common: dict[str, Any] | No
 
 
 def names_of_nobody(folder: Path, known: Collection[str]) -> list[str]:
-    """Files in sub-folders that no rank has summed up. Raises `OSError`."""
+    """Files in sub-folders that are in no rank's part. Raises `OSError`."""
     inside = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent != folder)
     return [name for path in inside if (name := str(path.relative_to(folder))) not in known]
 
 
 def measure_all(folder: Path, names: list[str]) -> dict[str, FileEntry]:
-    """Size and sum of each, made durable. Raises `OSError`."""
+    """Sync each file and return its size and checksums. Raises `OSError`."""
     found = {}
     for name in names:
         with open(folder / name, "rb") as file:
@@ -164,7 +164,7 @@ def measure_all(folder: Path, names: list[str]) -> dict[str, FileEntry]:
 
 
 def refuse_unsaved(poll: Poll) -> dict[str, FileEntry] | None:
-    """`poll()`, with everything it raises as a `CheckpointError`."""
+    """`poll()`, with every error raised as `CheckpointError`."""
     try:
         return poll()
     except Exception as error:

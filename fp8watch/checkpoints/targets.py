@@ -1,6 +1,6 @@
-"""Which checkpoint a rank falls back to when the one it was told to restore is damaged, and which it resumes from.
+"""Selects the checkpoint that replaces a damaged rollback target, and the one to resume from.
 
-The controller's own choice, with budgets and reasons, is `fp8watch.policy.target`.
+The controller's own selection, with budgets and reasons, is `fp8watch.policy.target`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from fp8watch.records import CheckpointRecord
 def rollback_target(
     records: Sequence[CheckpointRecord], onset_step: int, *, exclude: Sequence[str] = ()
 ) -> CheckpointRecord | None:
-    """The newest checkpoint from before the onset, good ones before candidates; None: there is none.
+    """The newest checkpoint before the onset, good ones before candidates; None: there is none.
 
-    The onset is the first step that the fault touched, so a checkpoint of an earlier step is clean, while the
-    newest of all may already hold the damage (it begins before the loss shows it). A good one wins over a newer
-    candidate: a candidate has not yet been followed by enough healthy steps for its own onset to have shown.
+    The onset is the first step that the fault touched, so an earlier checkpoint is clean. A later one may already hold
+    the damage, before the loss shows it. A good one wins over a newer candidate, which has not been followed by enough
+    healthy steps for an onset of its own to show.
     """
     usable = [record for record in records if record.step < onset_step and record.checkpoint not in exclude]
     for label in ("good", "candidate"):
@@ -28,5 +28,5 @@ def rollback_target(
 
 
 def resume_candidates(records: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
-    """Checkpoints a restart may use, the newest saved first (`records` are in the order of saving)."""
+    """Checkpoints that a restart may use, the newest saved first. `records` are in the order of saving."""
     return [record for record in reversed(records) if record.label in ("good", "candidate")]

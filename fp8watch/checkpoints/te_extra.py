@@ -1,9 +1,9 @@
-"""Transformer Engine's FP8 state in a checkpoint: its own copy is a pickle, and ours is what is restored.
+"""Replaces Transformer Engine's pickled FP8 state when a model is loaded; fp8watch restores its own copy.
 
-TE 2.20 keeps scales and windows in the model's extra state as a pickle in a tensor of bytes, and refuses to load it
-(`pytorch/_extra_state.py`, `pytorch/module/base.py` 1419) unless the environment allows pickles: a restore would stop
-half-way. Our state file holds the same tensors (`FP8Controls.state_dict`), so the blobs are left out when the model is
-loaded: an empty one is none to TE. A module that has not run yet has nothing for them to go to; it is given its state
+TE 2.20 stores scales and amax histories in the model's extra state, as a pickle in a byte tensor, and refuses to load
+it unless an environment variable allows pickles (`pytorch/_extra_state.py`, `pytorch/module/base.py` 1419). A restore
+would stop half-way. The state file holds the same tensors (`FP8Controls.state_dict`), so the extra state is replaced by
+an empty tensor, which TE ignores. A module that has not run yet has no FP8 state to restore into. It is initialised
 first, as TE does when it loads its own.
 """
 
@@ -18,13 +18,13 @@ import torch
 from fp8watch.capture.te.states import is_stateful
 
 WRAPPER = "_checkpoint_wrapped_module."
-"""In the names of modules that torch recomputes, and not in those of a state dict."""
+"""Part of the names of modules under activation checkpointing; it is not in state dict keys."""
 FORWARD_SLOTS = 3
-"""Of a GEMM: input, weight, output (TE 2.20 `pytorch/module/base.py` 1139)."""
+"""Slots per GEMM: input, weight, output (TE 2.20 `pytorch/module/base.py` 1139)."""
 
 
 def without_pickles(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with the extra state of TE's modules and operations empty; the rest as it is."""
+    """`state` with the extra state of TE's modules and operations empty."""
     theirs = {
         f"{name}._extra_state".lstrip(".").replace(WRAPPER, "")
         for name, module in model.named_modules()
@@ -37,11 +37,11 @@ def without_pickles(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[st
 def make_room(
     model: torch.nn.Module, saved: Mapping[str, Any], make_recipe: Callable[..., Any] | None = None
 ) -> list[str]:
-    """Give modules that have not run yet the state that `saved` has values for; the names of those modules.
+    """Initialise FP8 state in modules that have not run yet and have saved values. Returns their names.
 
     `saved`: `<module>/scaling_fwd` and `<module>/scaling_bwd` -> `scale` [n], `amax_history` [history_len, n].
-    `make_recipe` stands in for TE's `DelayedScaling`. The module's first forward keeps the state and puts the recipe
-    of its region in the place of ours.
+    `make_recipe` replaces TE's `DelayedScaling`. The module's first forward keeps the state and replaces the recipe by
+    that of its region.
     """
     made = []
     for name, module in model.named_modules():

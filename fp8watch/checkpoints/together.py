@@ -1,5 +1,4 @@
-"""What the ranks of a run settle between them before one of them saves: a save in which ranks wait for each other is
-begun by all of them or by none."""
+"""How ranks agree before a save: if ranks wait for each other during it, all of them begin or none."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ from fp8watch.errors import CheckpointError
 
 
 class Together(Protocol):
-    """How this rank hears of the others. Neither raises."""
+    """This rank's link to the others. Its methods do not raise."""
 
     def all_begin(self, about: str, cannot: str) -> str:
-        """Every rank asks once about the same, and waits, within limits. `cannot`: why this rank does not begin.
+        """Called once by every rank with the same `about`; waits up to a limit. `cannot`: why this rank cannot begin.
 
-        Returns why no rank begins, the same on all of them; empty: all do.
+        Returns why no rank begins, the same on all ranks; empty: all begin.
         """
 
     def declined(self) -> str:
-        """Why a rank saves no checkpoints at all in this run, as far as it is known; empty: none has said so."""
+        """Why a rank saves no checkpoints at all in this run; empty: no rank has reported that."""
 
 
 class Beginning:
-    """Asks the other ranks before each save, where that is needed."""
+    """Asks the other ranks before each save, if that is needed."""
 
     def __init__(self, storage: Storage, together: Together | None, world_size: int) -> None:
         self._together = together if world_size > 1 else None
@@ -34,9 +33,9 @@ class Beginning:
         self._times: Counter[tuple[int, int]] = Counter()
 
     def question(self, attempt: int, step: int) -> Callable[[str], str]:
-        """How to ask about the save of this step, once (see `Underway.begin`).
+        """The function that asks about the save of this step, to be called once (see `Underway.begin`).
 
-        Raises `CheckpointError` when another rank saves nothing at all.
+        Raises `CheckpointError` when another rank saves no checkpoints at all.
         """
         if self._together is not None and (declined := self._together.declined()):
             raise CheckpointError(f"checkpoint of step {step} could not be saved: {declined}")

@@ -1,4 +1,4 @@
-"""Which checkpoint a start is trying: one that ends the process each time is not tried for ever."""
+"""Counts starts from the same checkpoint, so that one that ends the process each time is not tried for ever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fp8watch.atomic_file import replace_file
 logger = logging.getLogger(__name__)
 
 MAX_TRIALS = 2
-"""Starts from the same checkpoint that made no step. The second may have been a node's fault; a third is not tried."""
+"""Starts without a step from the same checkpoint. The first may have failed because of the node; a third is not
+tried."""
 NAME = ".trial.json"
 
 
@@ -22,14 +23,15 @@ class _Trials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial:
-    """The note of it, beside the ledger."""
+    """The count, in a file beside the ledger."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / NAME
         self._is_open = False
 
     def begin(self, checkpoint: str) -> bool:
-        """Note that it is about to be loaded; False: it has been too often. A note that cannot be kept is none."""
+        """Record that the checkpoint is about to be loaded. False: too often. If the file cannot be written, the start
+        is not counted."""
         known = self._read()
         times = known.times + 1 if known is not None and known.checkpoint == checkpoint else 1
         if times > MAX_TRIALS:
@@ -42,7 +44,7 @@ class Trial:
         return True
 
     def passed(self) -> None:
-        """A step was made since."""
+        """A step was made: reset the count."""
         if self._is_open:
             self._is_open = False
             self._path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""A checkpoint that is being saved, as one rank sees it.
+"""A checkpoint being saved, as one rank sees it.
 
-Every rank writes its own files, then a small one that says so. Nobody waits for anybody, unless the storage makes ranks
-wait for each other: then all begin or none (`fp8watch.checkpoints.together`). At each boundary the first
-rank looks whether all have said so, and only then writes the manifest and gives the folder its final name. Until then
-the checkpoint is pending: neither a target nor a reason to remove an older one.
+Every rank writes its own files, then a part file. Ranks do not wait for each other, unless the storage makes them: then
+all begin or none (`fp8watch.checkpoints.together`). At each step boundary rank 0 looks for the part files. When all
+exist it writes the manifest and renames the folder. Until then the checkpoint is pending: it is not a target, and no
+reason to remove an older one.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from fp8watch.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 GIVE_UP_SECONDS = 1800.0
-"""How long the other ranks' parts are looked for: ranks that train together are never that far apart (NCCL gives a
-collective ten minutes by default), so a part that is not there by then lies somewhere else."""
+"""How long to wait for other ranks' part files. Ranks that train together are never that far apart (the default timeout
+of an NCCL collective is ten minutes), so a missing part is in another directory."""
 
 
 class Underway:
-    """One checkpoint under way. `advance` is called at each boundary until it gives something back."""
+    """A checkpoint being saved. `advance` is called at each step boundary until it returns a manifest."""
 
     def __init__(
         self, folder: Path, final: Path, *, step: int, attempt: int, reason: str, place: Place, started: float
     ) -> None:
-        """`folder` is the temporary one, the same for all ranks; `started` in seconds of a monotonic clock."""
+        """`folder` is the temporary folder, the same for all ranks. `started`: seconds of a monotonic clock."""
         self.folder, self.final = folder, final
         self.step, self.attempt, self.reason = step, attempt, reason
         self.part: RankPart | None = None
-        """This rank's part, once it is durable."""
+        """This rank's part; None until it is durable."""
         self._place, self._started = place, started
         self._poll: Poll | None = None
         self._described: RankPart | None = None
@@ -64,9 +64,10 @@ class Underway:
         self._failed_by: str = ""
 
     def begin(self, parts: TrainingParts, storage: Storage, ask: Callable[[str], str] = str) -> None:
-        """Take the state as it is now and begin to write it. Raises `CheckpointError`; the others are told then.
+        """Capture the current state and begin to write it. Raises `CheckpointError` and tells the other ranks.
 
-        `ask` is told once why this rank cannot begin, or nothing, and says why no rank does, or nothing.
+        `ask` is called once with the reason why this rank cannot begin, or "". It returns the reason why no rank
+        begins, or "".
         """
         prepared: Prepared | None = None
         cannot: Exception | None = None
@@ -96,9 +97,9 @@ class Underway:
             raise CheckpointError(f"checkpoint of step {self.step} could not be saved: {error}") from error
 
     def advance(self, now: float, time_unix: float, storage: str, run: str) -> Manifest | None:
-        """Go on as far as is possible now; the manifest when the checkpoint is complete (first rank only).
+        """Continue as far as possible. Returns the manifest when the checkpoint is complete (rank 0 only).
 
-        Raises `CheckpointError` when it never will be.
+        Raises `CheckpointError` when the save has failed.
         """
         is_first_look, self._is_looked_at = not self._is_looked_at, True
         if self.part is None:
@@ -132,7 +133,7 @@ class Underway:
         self.part = part
 
     def _collect(self, now: float) -> list[RankPart] | None:
-        """All ranks' parts; None: some are missing yet."""
+        """The parts of all ranks; None: some are still missing."""
         assert self.part is not None
         saved = [self.part]
         missing = []
@@ -187,7 +188,8 @@ class Underway:
         return written
 
     def _shared(self, saved: list[RankPart], *, waits: bool) -> dict[str, FileEntry] | None:
-        """Files that no rank has summed up; None: they are being. `waits`: training waits for the save itself."""
+        """Files that are in no rank's part; None: they are still being measured. `waits`: training waits for the
+        save."""
         known = {name for part in saved for name in part.files}
         try:
             if self._summing is None:
@@ -201,7 +203,7 @@ class Underway:
             raise CheckpointError(f"checkpoint of step {self.step} could not be saved: {error}") from error
 
     def _give_up(self, why: str) -> None:
-        """Let the first rank know. Where not even that can be written, it gives up by itself after a while."""
+        """Tell rank 0. If even that cannot be written, rank 0 gives up after `GIVE_UP_SECONDS`."""
         if self._place.layout == "whole" or self._place.rank == 0:
             self.discard()
             return

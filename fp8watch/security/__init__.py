@@ -1,8 +1,8 @@
-"""Who may make a run do something: keys, and the proof that a command, a frame or an approval comes from their holder.
+"""Keys and signatures: they prove that a command, a frame or an approval comes from a key's holder.
 
-Three keys, because three parties speak: the controller signs commands (`signatures`), the agent authenticates what it
-sends (`envelope`), the command line signs approvals (`approvals`). A holder of one can do nothing in the others' names.
-On one machine the unix socket's folder (0700) and the peer's credentials stand in for them.
+There are three keys for three senders. The controller signs commands (`signatures`), the agent authenticates its
+messages (`envelope`), and the command line signs approvals (`approvals`). The holder of one key cannot act for another
+sender. On one machine the Unix socket's folder (0700) and the peer credentials take the place of keys.
 """
 
 from fp8watch.security.keyring import PURPOSES, KeyRing, load_ring

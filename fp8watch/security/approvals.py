@@ -1,9 +1,9 @@
-"""A person's verdict, signed by the command line and verified by the controller.
+"""A person's verdict on an action, signed by the command line and verified by the controller.
 
-It covers the action as the person saw it: run, start, attempt, id, action, parameters, the step of the decision and the
-last step, besides verdict, person and time. It counts while exactly that action waits, so that it cannot be used twice,
-nor for another action that has got the same id. Its time is for the log and is compared with nothing: the clocks of two
-hosts differ.
+The signature covers the action as the person saw it (run, start, attempt, ID, action, parameters, step of the decision,
+last step), and the verdict, the person and the time. A verdict counts only while exactly that action waits, so it
+cannot be used twice, nor for another action with the same ID. The time is for the log only and is not checked, because
+the clocks of two hosts differ.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _encoder = msgspec.msgpack.Encoder(order="sorted")
 def give(
     action: ActionRecord, verdict: Literal["approve", "refuse"], *, by: str, time_unix: float, ring: KeyRing | None
 ) -> Approval:
-    """The command line's side: a verdict on this action. No ring: unsigned."""
+    """Used by the command line: a verdict on this action. Without a ring it is not signed."""
     approval = Approval(verdict=verdict, by=by, time_unix=time_unix, **_content(action))
     return approval if ring is None else signed(approval, ring)
 
 
 def refusal(approval: Approval, action: ActionRecord, ring: KeyRing | None) -> str:
-    """The controller's side: why a verdict does not count for an action that waits; empty: it counts.
+    """Used by the controller: why a verdict does not count for a waiting action; empty: it counts.
 
-    No ring: whoever can write the store is believed, as with a file of one user.
+    Without a ring every verdict in the store is trusted, as in a file of one user.
     """
     if ring is not None and not is_signed(approval, ring):
         return NOT_SIGNED
@@ -49,10 +49,10 @@ def refusal(approval: Approval, action: ActionRecord, ring: KeyRing | None) -> s
 def sort(
     approvals: list[Approval], waiting: Mapping[str, ActionRecord], ring: KeyRing | None, refused: set[bytes]
 ) -> tuple[list[Approval], list[str]]:
-    """Those that count for what waits (by id), and why others, which are new, do not.
+    """The verdicts that count for the actions in `waiting` (by ID), and the reasons of newly refused ones.
 
-    A verdict stays in the store while its action waits, and longer, and is looked at twice a second: `refused` (changed
-    here) holds what was refused at the last look, so that each is said once.
+    A verdict stays in the store at least as long as its action waits, and is checked twice a second. `refused` is
+    changed here: it holds the verdicts refused by the last check, so that each refusal is reported once.
     """
     genuine, bad = [], {}
     for item in approvals:
@@ -74,12 +74,12 @@ def sort(
 def _encoded(content: dict[str, Any]) -> bytes | None:
     try:
         return _encoder.encode(content)
-    except (TypeError, ValueError, RecursionError):  # in an unsigned verdict may be anything
+    except (TypeError, ValueError, RecursionError):  # an unsigned verdict may hold anything
         return None
 
 
 def _content(action: ActionRecord) -> dict[str, Any]:
-    """What a verdict is about, by the names of `Approval`'s fields."""
+    """What a verdict is about, under the names of `Approval`'s fields."""
     return {
         "run": action.run, "action_id": action.id, "start": action.start, "attempt": action.attempt,
         "action": action.action, "params": msgspec.to_builtins(action.params), "decided_step": action.decided_step,

@@ -1,8 +1,8 @@
-"""What exactly is signed: canonical bytes of a record.
+"""The canonical bytes of a record, over which it is signed.
 
-Canonical means msgpack with sorted map keys and the signature left empty, after a head that names the version of this
-rule. The record's tag is among its fields, so that a signature of one kind is never one of another, and every field
-is covered: neither run, start, attempt, term, parameters nor expiry can be exchanged.
+Canonical means msgpack with sorted map keys and an empty signature, after a header with the version of this rule. Every
+field is covered, so none (run, start, attempt, term, parameters, expiry) can be exchanged. The record's tag is a field
+too, so a signature of one type of record is not valid for another.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fp8watch.security.keyring import KeyRing
 
 _encoder = msgspec.msgpack.Encoder(order="sorted")
 _LATER = ("start", "nodes")
-"""Fields that the first records had not. They are left out while they are empty, so that what an earlier version has
-signed is still verified, and by an earlier version what has none."""
+"""Fields added after version 1. They are omitted while empty, so that signatures from earlier versions stay valid, and
+earlier versions can verify records without them."""
 
 R = TypeVar("R", bound=Record)
 
 
 def canonical(record: Record) -> bytes:
-    """The bytes that are signed: the same before and after the record has crossed the wire."""
+    """The bytes to sign. They are the same before and after the record has crossed the wire."""
     bare = msgspec.structs.replace(record, signature=b"")
-    # Through plain objects, because what came over the wire has lists where the sender may have had tuples.
+    # Through builtin types: a decoded record has lists where the sender may have had tuples.
     plain = msgspec.to_builtins(bare, builtin_types=(bytes,))
     return b"fp8watch 1 " + _encoder.encode({k: v for k, v in plain.items() if v or k not in _LATER})
 
@@ -36,10 +36,10 @@ def signed(record: R, ring: KeyRing) -> R:
 
 
 def is_signed(record: Record, ring: KeyRing) -> bool:
-    """Whether a holder of the ring's purpose signed exactly this record. Raises nothing."""
+    """Whether a holder of the ring's key signed exactly this record. Raises nothing."""
     signature: bytes = getattr(record, "signature", b"")
     try:
         payload = canonical(record)
-    except (TypeError, ValueError, RecursionError):  # parameters that have no canonical form: nobody can have signed it
+    except (TypeError, ValueError, RecursionError):  # no canonical form, so nobody can have signed it
         return False
     return ring.verify(payload, signature)

@@ -1,7 +1,7 @@
-"""A certificate and its key as files: what is wrong with them is said before anything listens.
+"""Checks a certificate and its private key before a server uses them.
 
-Servers that load them themselves would say it later, or ask at the terminal for the password of a protected key.
-Used by the console and by whoever serves /metrics.
+A server that loads them itself reports a fault later, or asks for the key's password on the terminal. Used by the
+console and by the servers of /metrics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Part = Literal["cert", "key"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What is wrong with one of the two files."""
+    """A fault in one of the two files."""
 
     part: Part
     path: Path
@@ -28,12 +28,12 @@ class _Protected(Exception):
 
 
 def faults(cert: Path, key: Path) -> list[Fault]:
-    """Everything that keeps a server from using a certificate chain and its private key (PEM, without a password)."""
+    """All faults of a certificate chain and its private key (PEM, without a password)."""
     return load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert, key)
 
 
 def load(context: ssl.SSLContext, cert: Path, key: Path) -> list[Fault]:
-    """Put them into a server's context; what is wrong, after which the context is of no use."""
+    """Load them into a server's context. After a fault the context is unusable."""
     unread = [*_unread("cert", cert), *_unread("key", key)]
     if unread:
         return unread
@@ -47,7 +47,7 @@ def load(context: ssl.SSLContext, cert: Path, key: Path) -> list[Fault]:
         return [Fault(part="key", path=key, reason="it has a password, and nobody is there to give it")]
     except ssl.SSLError as error:
         return [Fault(part="cert", path=cert, reason=f"no certificate with the key {key}: {error.reason or error}")]
-    except OSError as error:  # gone since it was looked for
+    except OSError as error:  # removed since it was checked
         return [Fault(part="cert", path=cert, reason=str(error.strerror))]
     return []
 

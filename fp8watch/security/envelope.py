@@ -1,8 +1,8 @@
-"""What an agent sends to the controller, authenticated: who, in which order, and that nobody changed it on the way.
+"""Envelopes authenticate what an agent sends to the controller: sender, order and content.
 
-`seal` covers the sender's name, its incarnation (the time it started) and a sequence number besides the body, so that
-an entry cannot be sent again, moved to another sender, or brought up after a restart: `Opener` takes each sender's
-numbers in increasing order only. Gaps are allowed; losing entries is not forging them.
+The signature covers the sender's name, its incarnation, a sequence number and the body. So an entry cannot be repeated,
+given to another sender, or replayed after a restart: `Opener` accepts each sender's numbers in increasing order only.
+Gaps are allowed, because a lost entry is not a forged one.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from fp8watch.errors import WireError
 from fp8watch.security.keyring import KeyRing
 
 MAX_SENDERS = 65_536
-"""Senders whose newest number is kept; beyond it the one heard least recently is forgotten."""
+"""Maximum number of senders whose newest number is kept. Beyond it the one heard least recently is removed."""
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _NUMBERS = struct.Struct(">QQ")
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A body with the proof of where it comes from."""
+    """A message with proof of its origin."""
 
     sender: Annotated[str, msgspec.Meta(max_length=256)]
     """Node name of the agent."""
     incarnation: Number
-    """Unix time in nanoseconds at which this agent process started."""
+    """Number of the agent process: its start as Unix time in nanoseconds, or one more than its predecessor's if that is
+    larger."""
     sequence: Number
-    """Grows by at least one an entry."""
+    """Increases with every entry."""
     body: bytes
     signature: bytes = b""
     wire_version: Number = 1
-    """Of the body (`fp8watch.wire.WIRE_VERSION` of the agent)."""
+    """Wire version of the body (the agent's `fp8watch.wire.WIRE_VERSION`)."""
 
 
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def unpack(data: bytes) -> Envelope:
-    """Decode an entry, whose origin is not known yet. Raises `WireError` for whatever is none."""
+    """Decode an entry without checking its origin. Raises `WireError` for anything that is not an envelope."""
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:  # deep nesting in a field that is passed over
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:  # deep nesting in a field that is ignored
         raise WireError(str(error)) from error
 
 
@@ -56,7 +57,7 @@ def _covered(envelope: Envelope) -> bytes:
 
 
 class Sealer:
-    """The agent's side: numbers its entries. No ring: the entries are numbered but not signed."""
+    """Used by the agent: numbers its entries, and signs them if there is a ring."""
 
     def __init__(self, sender: str, incarnation: int, ring: KeyRing | None) -> None:
         self._sender, self._incarnation, self._ring = sender, incarnation, ring
@@ -73,26 +74,26 @@ class Sealer:
 
 
 class Repeated(WireError):
-    """An entry that is genuine, and not newer than what its sender has sent already."""
+    """A genuine entry that is not newer than the last one of its sender."""
 
 
 class Superseded(Repeated):
-    """It was not there before: its sender goes on although a later process sends under the same name. One of the two
-    is not the node that it says it is."""
+    """A new entry of an older process, although a later process sends under the same name. One of the two is not the
+    node that it claims to be."""
 
 
 class Opener:
-    """The controller's side. No ring: order is checked, origin is not."""
+    """Used by the controller. Without a ring only the order is checked, not the origin."""
 
     def __init__(self, ring: KeyRing | None) -> None:
         self._ring = ring
         self._newest: dict[str, tuple[int, int]] = {}
         self._older: dict[str, tuple[int, int]] = {}
-        """Sender -> the newest number of the process before its present one."""
+        """Sender -> newest number of the process before the current one."""
         self._unfinished: set[tuple[str, int, int]] = set()
 
     def open(self, envelope: Envelope) -> bytes:
-        """The body. Raises `WireError` when it is not the agent's own, `Repeated` when it was there before."""
+        """The body. Raises `WireError` for a wrong signature and `Repeated` for an entry that is not new."""
         if self._ring is not None and not self._ring.verify(_covered(envelope), envelope.signature):
             raise WireError(f"entry of {envelope.sender!r} is not signed by an agent")
         number = (envelope.incarnation, envelope.sequence)
@@ -118,11 +119,11 @@ class Opener:
         return envelope.body
 
     def numbers(self) -> dict[str, tuple[int, int]]:
-        """Newest (incarnation, sequence) of each sender, for a successor."""
+        """Newest (incarnation, sequence) of each sender, for the next controller."""
         return dict(self._newest)
 
     def resume(self, numbers: dict[str, tuple[int, int]], unfinished: Iterable[tuple[str, int, int]] = ()) -> None:
-        """Go on from what a predecessor had taken. `unfinished`: (sender, incarnation, sequence) of entries among it
-        whose effect it had not kept; each is taken once more."""
+        """Continue from a predecessor's numbers. `unfinished`: (sender, incarnation, sequence) of entries that it
+        accepted but whose effect it had not stored. Each of them is accepted once more."""
         self._newest = {sender: (number[0], number[1]) for sender, number in numbers.items()}
         self._unfinished = set(unfinished)

@@ -1,7 +1,7 @@
-"""Secret keys of one purpose: the first signs, all verify, so that a key can be replaced while a run goes on.
+"""The secret keys of one purpose. The first one signs and all verify, so that keys can be rotated during a run.
 
-A key is a line of at least 32 characters (`openssl rand -hex 32` gives 64), from a file or an environment variable.
-To rotate: put the new key first on every verifier, then on the signer, then take the old line away.
+A key is a line of at least 32 characters (`openssl rand -hex 32` gives 64) in a file or an environment variable. To
+rotate: add the new key on every verifier, make it the first on the signer, then remove the old one.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from fp8watch.settings import Settings
 Purpose = Literal["command", "frame", "approval"]
 PURPOSES: tuple[Purpose, ...] = ("command", "frame", "approval")
 MIN_KEY_CHARACTERS = 32
-"""Characters of a key at least: 128 bits when written in hexadecimal."""
+"""Minimum length of a key; 128 bits in hexadecimal."""
 MAX_KEYS = 8
-"""Each costs every verifier one HMAC of a forged message."""
+"""Every key costs a verifier one HMAC per forged message."""
 SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class KeyRing:
-    """HMAC-SHA256 under one purpose's keys. Its `repr` shows no key."""
+    """HMAC-SHA256 with the keys of one purpose. Its `repr` shows no key."""
 
     def __init__(self, purpose: Purpose, keys: tuple[bytes, ...]) -> None:
         """`keys`: newest first, at least one."""
         if not keys:
             raise ValueError("a key ring needs a key")
         self.purpose = purpose
-        # The purpose goes into the key: the same secret given to two purposes still makes different signatures.
+        # Keys are derived per purpose: the same secret for two purposes gives different signatures.
         self._keys = tuple(hmac.digest(key, b"fp8watch " + purpose.encode(), hashlib.sha256) for key in keys)
 
     def sign(self, payload: bytes) -> bytes:
-        """Signature of `payload` under the newest key, 32 bytes."""
+        """Signature of `payload` with the newest key, 32 bytes."""
         return hmac.digest(self._keys[0], payload, hashlib.sha256)
 
     def verify(self, payload: bytes, signature: bytes) -> bool:
-        """Whether any of the keys made it. The time taken does not depend on where the signature differs."""
+        """Whether the signature is from any of the keys. Runs in constant time."""
         is_ours = False
         for key in self._keys:
             is_ours |= hmac.compare_digest(hmac.digest(key, payload, hashlib.sha256), signature)
@@ -49,8 +49,8 @@ class KeyRing:
 
     @property
     def fingerprints(self) -> list[str]:
-        """A name for each key, newest first, by which two processes can tell whether they have the same one. It gives
-        away no more of the key than any signature does."""
+        """A fingerprint of each key, newest first. Two processes can compare them to see whether they have the same
+        key. It reveals no more of the key than a signature does."""
         return [hmac.digest(key, b"fp8watch fingerprint", hashlib.sha256)[:6].hex() for key in self._keys]
 
     def __repr__(self) -> str:
@@ -58,9 +58,9 @@ class KeyRing:
 
 
 def load_ring(settings: Settings, purpose: Purpose) -> KeyRing | None:
-    """The keys that `FP8WATCH_<PURPOSE>_KEY` or `FP8WATCH_<PURPOSE>_KEY_FILE` give; None when neither is set.
+    """The keys in `FP8WATCH_<PURPOSE>_KEY` or `FP8WATCH_<PURPOSE>_KEY_FILE`; None when neither is set.
 
-    Raises `BadInput` when both are set, the file cannot be read, or a key is too short.
+    Raises `BadInput` when both are set, the file cannot be read, or there is no key, a short one or too many.
     """
     text = getattr(settings, f"{purpose}_key")
     path: Path | None = getattr(settings, f"{purpose}_key_file")
@@ -81,7 +81,7 @@ def load_ring(settings: Settings, purpose: Purpose) -> KeyRing | None:
 
 
 def shown(rings: Mapping[Purpose, KeyRing | None], *, is_unsigned_taken: bool) -> dict[str, object]:
-    """What a process says of its keys to whoever looks for keys that do not fit: a fingerprint of each."""
+    """The fingerprints that a process publishes, so that mismatched keys can be found."""
     prints = {purpose: [] if ring is None else ring.fingerprints for purpose, ring in rings.items()}
     return {"keys": prints, "is_unsigned_taken": is_unsigned_taken}
 

@@ -1,7 +1,7 @@
-"""Who may read /metrics: TLS, certificates of clients, and a name with a password, each where it is asked for.
+"""Access control for /metrics: TLS, client certificates, and basic authentication. Each is optional.
 
-Without any of them /metrics is open to whoever reaches its address, which is loopback unless a person says otherwise.
-Used by agent and controller; `prometheus_client` serves.
+Without them anybody who reaches the address can read /metrics. The default address is loopback. Used by agent and
+controller; `prometheus_client` is the server.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from fp8watch.shared_reply import App, SharedReply
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 10.0
-"""Of a client that says nothing, its handshake included; a scrape's default is 10 s as well."""
+"""Timeout of a silent client, handshake included. Prometheus's default scrape timeout is 10 s as well."""
 MOST_CONNECTIONS = 128
-"""At once; each has a thread and a descriptor, which the process that serves needs for its ranks and files too. A few
-Prometheus servers have one each, for a moment."""
+"""Maximum number of open connections. Each takes a thread and a file descriptor, which the process also needs for ranks
+and files. A few Prometheus servers need one each, for a short time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsAccess:
-    """What a reader has to bring. The default asks for nothing."""
+    """What a client has to present. By default nothing."""
 
     tls_cert: Path | None = None
     tls_key: Path | None = None
     client_ca: Path | None = None
-    """Authority whose certificates clients have to show."""
+    """CA that must have signed the client's certificate."""
     credentials: bytes | None = None
     """`name:password`."""
 
     @property
     def scheme(self) -> str:
-        """Of the address."""
+        """Scheme of the URL."""
         return "http" if self.tls_cert is None else "https"
 
     @classmethod
     def load(cls, settings: Settings) -> MetricsAccess:
-        """From the settings. Raises `BadInput` with everything that is wrong in them and their files."""
+        """Load from the settings. Raises `BadInput` with all problems of settings and files."""
         cert, key, authority = settings.metrics_tls_cert, settings.metrics_tls_key, settings.metrics_client_ca
         problems = []
         if (cert is None) != (key is None):
@@ -72,7 +72,8 @@ class MetricsAccess:
         return cls(tls_cert=cert, tls_key=key, client_ca=authority, credentials=credentials)
 
     def serve(self, registry: Any, host: str, port: int) -> tuple[Any, Any]:
-        """`prometheus_client`'s server and its thread. Raises `OSError` when the port cannot be had."""
+        """Start `prometheus_client`'s server; returns it and its thread. Raises `OSError` when it cannot bind the
+        port."""
         import prometheus_client
 
         options: dict[str, Any] = {}
@@ -84,7 +85,7 @@ class MetricsAccess:
         server, thread = prometheus_client.start_http_server(port, addr=host, registry=first, **options)
         made: Any = server
         if self.tls_cert is not None and self.tls_key is not None:
-            # Else the one thread that accepts waits for each client's handshake, and for one that never comes for ever.
+            # Else the accepting thread waits for each client's handshake, and for ever if it never comes.
             made.socket.do_handshake_on_connect = False
             _looked_after(made, Renewal(made.socket.context, self.tls_cert, self.tls_key, self.client_ca))
         made.RequestHandlerClass = type("Handler", (made.RequestHandlerClass,), {"timeout": REQUEST_SECONDS})
@@ -96,7 +97,7 @@ class MetricsAccess:
 
 
 def _looked_after(server: Any, renewal: Renewal) -> None:
-    """Have the certificate looked at before each connection is taken, on the one thread that accepts."""
+    """Check the certificate before each connection, on the accepting thread."""
     accept = server.get_request
 
     def get_request() -> Any:
@@ -107,7 +108,7 @@ def _looked_after(server: Any, renewal: Renewal) -> None:
 
 
 class _Nothing:
-    """What is served until the app is in its place: no metric to anybody."""
+    """The registry served until the app with authentication is in place: no metrics."""
 
     def collect(self) -> Iterable[Any]:
         return ()
@@ -117,8 +118,8 @@ _NOTHING: Any = _Nothing()
 
 
 class _OldestFirst:
-    """Bounds the connections of a server: the oldest is cut off for a new one. Those who connect and say nothing, or a
-    byte now and then, so hold up nobody who reads and goes."""
+    """Limits a server's connections: a new one closes the oldest. So clients that send nothing, or one byte now and
+    then, do not block those that read and leave."""
 
     def __init__(self, server: Any) -> None:
         self._open: dict[Any, None] = {}
@@ -126,29 +127,29 @@ class _OldestFirst:
         server.process_request, server.shutdown_request = self.process_request, self.shutdown_request
 
     def process_request(self, request: Any, address: Any) -> None:
-        """See `socketserver.BaseServer`: on the one thread that accepts."""
+        """See `socketserver.BaseServer`. Runs on the accepting thread."""
         self._open[request] = None
         if len(self._open) > MOST_CONNECTIONS:
-            with contextlib.suppress(OSError, StopIteration, RuntimeError):  # it has just ended by itself
+            with contextlib.suppress(OSError, StopIteration, RuntimeError):  # it has just closed itself
                 oldest = next(iter(self._open))
                 self._open.pop(oldest, None)
-                # The bare socket: its thread may be in the middle of a handshake, and wakes up to find it closed.
+                # The plain socket: its thread may be in a TLS handshake, and then finds it closed.
                 socket.socket.shutdown(oldest, socket.SHUT_RDWR)
         self._process(request, address)
 
     def shutdown_request(self, request: Any) -> None:
-        """See `socketserver.BaseServer`: on the thread of the connection."""
+        """See `socketserver.BaseServer`. Runs on the connection's thread."""
         self._open.pop(request, None)
         self._shutdown(request)
 
 
 def _refused(request: Any, address: Any) -> None:
-    """A client that does not trust us, or is not trusted, is no traceback in our log."""
+    """Log a failed request without a traceback: TLS clients may not trust us or not be trusted."""
     logger.debug("request of %s to /metrics failed", address, exc_info=True)
 
 
 def asking(app: App, credentials: bytes) -> App:
-    """`app` for those who give `name:password`; 401 for others."""
+    """`app` for clients that send `name:password`; 401 for others."""
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         kind, _, encoded = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")

@@ -1,7 +1,7 @@
-"""A server's certificate while it serves: renewed files are taken up, and one that ends or is about to is said.
+"""Reloads a server's certificate when its files change, and warns of one that expires or has expired.
 
-Whoever renews certificates replaces files (certbot, cert-manager through a mounted secret) and expects a server to
-notice, as exporters do that read them at each handshake. Used by `MetricsAccess`.
+Tools that renew certificates replace files (certbot; cert-manager through a mounted secret) and expect servers to
+notice. Used by `MetricsAccess`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from fp8watch.security import certificates, validity
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""At most that often the files are looked at; scrapes come every ten seconds or so."""
+"""Minimum time between two checks of the files. Scrapes come about every 10 s."""
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Renewal:
-    """Has a listening socket's context show the newest certificate; `look` belongs before each new connection, on one
-    thread.
+    """Makes a listening socket use the newest certificate. Call `look` before each new connection, on one thread.
 
-    A renewed one gets a context of its own, for which connections leave the first one in the middle of their handshake:
-    so a pair of files that was replaced half-way spoils none that is in use.
+    A renewed certificate gets its own context. Connections switch to it during the handshake, so a half-replaced pair
+    of files does not break the context in use.
     """
 
     def __init__(
@@ -38,11 +37,11 @@ class Renewal:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`context` holds what the files held just now. `authority`: whose certificates clients have to show."""
+        """`context` has the files loaded. `authority`: the CA for client certificates."""
         self._asks_clients = context.verify_mode
         self._cert, self._key, self._authority = cert, key, authority
         self._newest: ssl.SSLContext | None = None
-        """None: the first one still holds."""
+        """None: the first context is still in use."""
         context.sni_callback = self._show
         self._clock = clock
         self._stamp = self._stamped()
@@ -52,7 +51,7 @@ class Renewal:
         self._tell()
 
     def look(self) -> None:
-        """Take up new files, and say what is wrong with the dates of those in use; raises nothing."""
+        """Load changed files, and log problems with the dates of those in use. Raises nothing."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -75,7 +74,7 @@ class Renewal:
                 renewed.load_verify_locations(self._authority)
             except OSError as error:
                 wrong.append(f"{self._authority}: {error}")
-        for reason in wrong:  # perhaps one of the files has been written and another not yet
+        for reason in wrong:  # perhaps only one of the files has been written so far
             logger.warning("%s: the certificate from before stays in use", reason)
         if not wrong:
             self._newest = renewed
@@ -83,7 +82,7 @@ class Renewal:
             logger.info("the certificate of %s is in use as it is now", self._cert)
 
     def _show(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        """See `ssl.SSLContext.sni_callback`, which is called without a name too."""
+        """See `ssl.SSLContext.sni_callback`, which is also called without a name."""
         if self._newest is not None:
             connection.context = self._newest
 
@@ -95,7 +94,7 @@ class Renewal:
         self._said = set(faults)
 
     def _stamped(self) -> _Stamp:
-        """What changes with the files' content; a file that is not there for a moment has none."""
+        """Modification time, inode and size of the files; zeros for a missing one."""
         found = []
         for path in (self._cert, self._key, self._authority or self._cert):
             try:

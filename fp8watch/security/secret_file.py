@@ -1,6 +1,6 @@
-"""A file with a secret in it, as editors and shells of any system write one.
+"""Reads a file with a secret, as editors and shells of any system write it.
 
-A byte-order mark is no part of a secret: it cannot be seen, and a key or name that began with it would fit nothing.
+A byte-order mark is removed: it is invisible, and a secret that includes it would match nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def content(path: Path) -> bytes:
-    """All of it without a mark of UTF-8. Raises `OSError`, and `ValueError` with the reason for what is UTF-16."""
+    """The content without a UTF-8 byte-order mark. Raises `OSError`, and `ValueError` for UTF-16 or binary data."""
     raw = path.read_bytes()
     if raw.startswith(_WIDE) or b"\0" in raw:
         raise ValueError("is UTF-16, or no text at all: save it as UTF-8")

@@ -1,8 +1,7 @@
-"""What leaves the controller and makes a rank do something: signed there, verified in the training process.
+"""Signatures of commands and verdicts: made by the controller, verified in the training process.
 
-Start, term and sequence number, attempt and last step are under the signature: an old command, a command of another run
-or of another start of this one, and one whose moment has passed are refused by the journal and the step boundary like
-any other.
+Start, term, sequence number, attempt and last step are signed. So the journal and the step boundary can refuse an old
+or expired command, and one for another run or another start.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from fp8watch.security.keyring import SIGNATURE_BYTES, KeyRing
 
 
 class Signer:
-    """The controller's side: everything that makes a rank do something leaves through here. No ring: unsigned."""
+    """Used by the controller: signs everything that makes a rank act. Without a ring nothing is signed."""
 
     def __init__(self, ring: KeyRing | None) -> None:
         self._ring = ring
@@ -34,11 +33,11 @@ class Signer:
         return update if self._ring is None else signed(update, self._ring)
 
     def memory(self, run: str, name: str, data: bytes) -> bytes:
-        """Part of what a controller remembers of a run, as it is left with others for its successor."""
+        """Sign a part of the controller's state of a run, which is stored outside for the next controller."""
         return data if self._ring is None else self._ring.sign(_memory(run, name, data)) + data
 
     def recalled(self, run: str, name: str, data: bytes) -> bytes:
-        """The part back again. Raises `ValueError` when no controller has left it."""
+        """Verify and return such a part. Raises `ValueError` when no controller signed it."""
         if self._ring is None:
             return data
         signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
@@ -48,27 +47,26 @@ class Signer:
 
 
 class Verifier:
-    """The training process's side (and the agent's, before it passes anything on). No ring: everything is believed,
-    which is right only where the sender is a process of the same user behind a private socket."""
+    """Used by the training process, and by the agent before it forwards anything. Without a ring everything is
+    accepted, which is right only if the sender is a process of the same user behind a private socket."""
 
     def __init__(self, ring: KeyRing | None) -> None:
         self.ring = self._ring = ring
         self.refused = 0
-        """Records that were not signed by the controller."""
+        """Number of records that the controller had not signed."""
         self._newest: dict[tuple[str, str], int] = {}
 
     def command(self, command: Command) -> bool:
-        """Whether the controller signed it. That it is not old is the journal's business (term and sequence)."""
+        """Whether the controller signed it. The journal checks its age (term and sequence number)."""
         return self._counted(self._ring is None or is_signed(command, self._ring))
 
     def ledger(self, update: LedgerUpdate) -> bool:
-        """Whether the controller signed it. An old one is genuine too, and comes again from an agent that has read its
-        stream anew: see `is_news`."""
+        """Whether the controller signed it. An old verdict is genuine too, and an agent that reads its stream again
+        sends it again: see `is_news`."""
         return self._counted(self._ring is None or is_signed(update, self._ring))
 
     def is_news(self, update: LedgerUpdate) -> bool:
-        """Whether the controller has said nothing of this checkpoint since, as far as was asked here. For a verdict
-        that is genuine."""
+        """Whether this genuine verdict is the newest seen here for its checkpoint. Without a ring always True."""
         if self._ring is None:
             return True
         key = (update.run, update.checkpoint)

@@ -1,8 +1,7 @@
-"""When certificates begin and end, as those who verify them see it: what a server shows that all refuse is said.
+"""Validity periods of certificates: warns when clients will refuse what a server presents.
 
-Such a certificate is served all the same, as other exporters and web servers do: the scrape fails and says why (`up` is
-0), a browser warns, and whoever renews the files finds them taken up. To refuse to start would take away what the
-process is there for beside its page.
+The server uses such a certificate all the same, as other exporters and web servers do: the scrape fails with a reason
+(`up` is 0), and renewed files are loaded. Refusing to start would also stop the process's other work.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from pathlib import Path
 from typing import Any
 
 SOON_SECONDS = 14 * 86400.0
-"""Before its end a certificate should have been renewed; those who renew by themselves do it 30 days before."""
+"""Warn this long before expiry. Automatic renewal usually happens 30 days before."""
 SOON_SHARE = 0.2
-"""Of its whole life: one that lives for a day only is renewed later than two weeks before its end."""
+"""Warn only in this last part of the certificate's life, so that a certificate of one day is not always late."""
 _NO_CHECK_TIME = 0x200000
-"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which `ssl` has no name for."""
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which `ssl` has no name."""
 _MOST_TURNS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validity:
-    """Of one certificate, in Unix seconds."""
+    """Validity period of one certificate, in Unix seconds."""
 
     name: str
-    """What it is in a sentence."""
+    """What to call it in a message."""
     begins_unix: float
     ends_unix: float
 
     def fault(self, now_unix: float) -> str | None:
-        """Why clients refuse it at that time, or will soon; None: it is good. Says the same until that changes."""
+        """Why clients refuse it at that time or will soon; None: it is valid. The text changes only with the state."""
         if now_unix < self.begins_unix:
             return f"{self.name} is not valid before {date(self.begins_unix)}: it is refused until then"
         if now_unix >= self.ends_unix:
@@ -44,15 +43,16 @@ class Validity:
 
 
 class Unusable(Exception):
-    """Clients refuse the certificate whatever the time."""
+    """Clients refuse the certificate at any time."""
 
 
 def of_server(cert: Path, key: Path) -> list[Validity]:
-    """Of a server's certificate and of those in the same file that lead to its authority.
+    """Validity of a server's certificate and of the chain in the same file.
 
-    For files without `certificates.faults`; raises `Unusable` with what a client would say, `OSError` otherwise.
+    Call it for files without `certificates.faults`. Raises `Unusable` with the client's error, and `OSError`.
     """
-    # A client that trusts exactly this certificate is shown it: `ssl` tells the dates of what was verified only.
+    # Done by a handshake with a client that trusts exactly this certificate: `ssl` shows the dates of verified
+    # certificates only.
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -68,7 +68,7 @@ def of_server(cert: Path, key: Path) -> list[Validity]:
 
 
 def of_authorities(path: Path) -> list[Validity]:
-    """Of the authorities in a file. Raises `OSError`."""
+    """Validity of the CAs in a file. Raises `OSError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(path)
     found: list[dict[str, Any]] = [dict(item) for item in context.get_ca_certs()]
@@ -77,20 +77,20 @@ def of_authorities(path: Path) -> list[Validity]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dates:
-    """Of the files that a server uses, as they were when they were read."""
+    """Validity of the files that a server uses, as they were when read."""
 
     validities: tuple[tuple[Path, Validity], ...] = ()
     remarks: tuple[str, ...] = ()
-    """`file: reason` where there are no dates to go by."""
+    """`file: reason` for files whose dates are unknown."""
 
     def faults(self, now_unix: float) -> list[str]:
-        """`file: reason` for everything that is refused at that time, or will soon be."""
+        """`file: reason` for everything that is refused at that time or will be soon."""
         found = ((path, item.fault(now_unix)) for path, item in self.validities)
         return [*self.remarks, *(f"{path}: {fault}" for path, fault in found if fault is not None)]
 
 
 def dates(cert: Path, key: Path, authority: Path | None = None) -> Dates:
-    """Of a server's chain, and of the authority whose certificates it asks clients for."""
+    """Validity of a server's chain, and of the CA for client certificates."""
     validities: list[tuple[Path, Validity]] = []
     remarks = []
     try:
@@ -107,7 +107,7 @@ def dates(cert: Path, key: Path, authority: Path | None = None) -> Dates:
 
 
 def _shaken(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> dict[str, Any]:
-    """What the client was shown, in a handshake in memory."""
+    """The certificate that the client gets in a handshake in memory."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server)
     server = server_context.wrap_bio(to_server, to_client, server_side=True)
@@ -135,5 +135,5 @@ def _common_name(shown: dict[str, Any]) -> str:
 
 
 def date(unix: float) -> str:
-    """To the minute, as people write it."""
+    """UTC date and time to the minute."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix))

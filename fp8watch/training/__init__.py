@@ -1,6 +1,6 @@
-"""Between the user's loop and the parts below: attach, the step boundary, the guard that lets nothing out.
+"""The interface to the user's training loop: attach, the step boundary, and the guard that keeps exceptions inside.
 
-`attachment` checks the arguments, `assemble` builds the parts, `watch` is what the loop calls, `session` what they
-share. `recorder` and `stepping` stand around the optimizer step, `boundary` carries commands out, `data` is a loader
-whose position a rollback can restore.
+`attachment` checks the arguments and `assemble` builds the parts. The loop calls `watch`; the parts share a `session`.
+`stepping` wraps the optimizer step for `recorder`, `boundary` carries commands out, and `data` wraps a loader so that a
+rollback can restore its position.
 """

@@ -1,7 +1,7 @@
-"""Whether the arguments of `fp8watch.attach` are what they should be: all that are not, each in one line.
+"""Checks the arguments of `fp8watch.attach` before anything is started, and reports all errors, one line each.
 
-Looked at before anything is started. Schedulers, scalers and loaders of other makes are taken as long as they have
-what makes them one; what an action needs beyond that is said in `watch.capabilities`.
+Schedulers and scalers of any class are accepted if they have one of the expected methods, loaders if they can be
+iterated. What else an action needs is reported in `watch.capabilities`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def problems(arguments: Mapping[str, Any]) -> list[str]:
-    """What is wrong with attach's arguments, by name; each as `file:line: argument: reason`, the line being that of
-    the call. Arguments with a default are not looked at where they are None."""
+    """Errors in attach's arguments, as `file:line: argument: reason`. The line is that of the call. Optional arguments
+    are not checked if they are None."""
     where = called_at()
     found = []
     for name, check in _CHECKS.items():
@@ -47,7 +47,7 @@ def problems(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def called_at() -> str:
-    """`file:line` of the innermost caller that is not of this package."""
+    """`file:line` of the innermost caller outside of this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -55,7 +55,7 @@ def called_at() -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a few words: its class, and itself where it is short."""
+    """A value for a message: its class, and the value of a plain type if it is short."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     text = repr(value) if isinstance(value, (*_PLAIN, Path)) else ""
@@ -108,7 +108,7 @@ def _scaler(value: Any) -> str | None:
 
 def _mesh(value: Any) -> str | None:
     if dist.is_available() and type(value) is int and value == dist.GroupMember.NON_GROUP_MEMBER:
-        return None  # what `new_group` gives a rank outside of it
+        return None  # `new_group` on a non-member
     is_none = isinstance(value, (*_PLAIN, type)) or (callable(value) and attribute(value, "__len__") is None)
     return f"a device mesh or process groups are wanted, got {shown(value)}" if is_none else doubled_roles(value)
 
@@ -116,7 +116,7 @@ def _mesh(value: Any) -> str | None:
 def _run(value: Any) -> str | None:
     if not isinstance(value, str):
         return f"a name (str) is wanted, got {shown(value)}"
-    if value and not _NAMEABLE.search(value):  # an empty one is none, as FP8WATCH_RUN
+    if value and not _NAMEABLE.search(value):  # an empty name counts as none, as in FP8WATCH_RUN
         return f"{value!r} has no letter or digit (A-Z, a-z, 0-9) that a folder and a label could be named by"
     return None
 
@@ -135,7 +135,7 @@ def _forward(value: Any) -> str | None:
         inspect.signature(value.forward if isinstance(value, torch.nn.Module) else value).bind()
     except TypeError as error:
         return f"{wanted}, got {shown(value)} ({error})"
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature
         return None
     return None
 
@@ -152,7 +152,7 @@ def _also(value: Any) -> str | None:
 
 
 def _unsaveable(name: str, value: Any, checkpoints: Any) -> str | None:
-    """Why checkpoints could not hold a scheduler or scaler: every one of them would fail."""
+    """Why a scheduler or scaler cannot be saved in checkpoints; every save would fail."""
     if name not in ("lr_scheduler", "scaler") or not isinstance(checkpoints, Checkpoints):
         return None
     missing = [f"{method}()" for method in _OF_SAVED if not callable(attribute(value, method))]
@@ -162,7 +162,7 @@ def _unsaveable(name: str, value: Any, checkpoints: Any) -> str | None:
 
 
 def _not_there(name: str, arguments: Mapping[str, Any]) -> str | None:
-    """What parameters of the model or the optimizer lack; each is named once."""
+    """Parameters of the model or optimizer that have no values; each is named once."""
     if name == "model":
         return materialised.of_model(arguments["model"], arguments["optimizer"])
     return materialised.of_optimizer(arguments["optimizer"], arguments["model"]) if name == "optimizer" else None

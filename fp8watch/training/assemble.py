@@ -1,4 +1,4 @@
-"""Builds what a watch is made of, in the order in which nothing has to be taken back: hooks come last."""
+"""Builds the parts of a watch. `optimizer.step` is wrapped last, so that an error before that leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """An attached watch, its session, and what attach has to say."""
+    """An attached watch, its session, and the lines of attach's report."""
 
     watch: Watch
     session: Session
@@ -82,8 +82,11 @@ class Made:
 
 
 def assemble(arguments: Arguments) -> Made:
-    """Build a watch and attach it. Raises `BadInput` for an agent address that is none or a key that is bad, and
-    `Halted` for a run that was halted, before anything is started."""
+    """Build a watch and attach it.
+
+    Raises `BadInput` for an invalid agent address or key, and `Halted` for a run that was halted and not released; in
+    both cases nothing has been started.
+    """
     settings = arguments.settings
     identity = identify(arguments.run, settings.run)
     verifier = Verifier(load_ring(settings, "command"))
@@ -125,18 +128,18 @@ def assemble(arguments: Arguments) -> Made:
 
 
 def _refuse_halted(settings: Settings, identity: Identity) -> None:
-    """A halted run starts again when a person has released it. Raises `Halted`."""
+    """Raise `Halted` for a run that was halted and not released."""
     if markers.is_halted(settings.dir, identity.run):
         raise Halted(f"run {identity.run} was halted before; let it go on with: fp8watch runs release {identity.run}")
 
 
 def _modules(guard: Guard, found: sources.Found) -> tuple[str, ...]:
-    """Names of the FP8 modules that can be written to."""
+    """Names of the FP8 modules that actions can change."""
     return () if found.controls is None else tuple(guard.call("modules", found.controls.modules) or ())
 
 
 def _join(arguments: Arguments, identity: Identity, journal: Journal, modules: tuple[str, ...]) -> Joined:
-    """Meet the other ranks. What standing rules depend on has to be the same on all of them."""
+    """Meet the other ranks. The digest covers what standing rules depend on, which has to be the same on all ranks."""
     has_scaler = has_scaler_in_use(arguments.scaler)
     saves = arguments.checkpoints
     cadence = None if saves is None else (saves.every, saves.format, saves.background)
@@ -200,7 +203,8 @@ def _share_norm(session: Session, agreement: AllRanks, stage: int) -> SharedNorm
 
 @contextlib.contextmanager
 def _stopping(session: Session) -> Iterator[None]:
-    """Before an optimizer step there is no boundary to stop at: what must stop this rank ends it here."""
+    """Turn `MustStop` into `RanksApart`, which ends the process: inside an optimizer step there is no boundary to stop
+    at."""
     try:
         yield
     except MustStop as error:
@@ -209,7 +213,7 @@ def _stopping(session: Session) -> Iterator[None]:
 
 
 def _arm_skip(arguments: Arguments, session: Session) -> None:
-    """Skipping a non-finite update is a standing rule that the rank carries out on the spot."""
+    """Enable the policy's standing rule that skips non-finite updates without a command."""
     if not arguments.arms_skip_update or session.agreement.unavailable is not None:
         return
     skip = session.context.skip
@@ -225,7 +229,8 @@ def _arm_skip(arguments: Arguments, session: Session) -> None:
 
 
 def _objection(session: Session, command: Command) -> str | None:
-    """This rank's second opinion. One that cannot be formed is a veto: drastic actions rest on it."""
+    """Why this rank's own evidence speaks against a command; None: it does not. An error is a veto too, because drastic
+    actions need this check."""
     try:
         return session.evidence.objection(command)
     except Exception as error:

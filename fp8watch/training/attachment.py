@@ -1,9 +1,10 @@
 """`fp8watch.attach`: puts a watch on a model and its optimizer.
 
-The module has another name than the function, which it would hide: importing `fp8watch.x` sets that attribute.
+The module is not called `attach`, because importing a module sets an attribute of its name in the package, which would
+hide the function.
 
-All that a person can have got wrong (policy, arguments, settings) is found before anything is started: no process,
-no thread, no hook. What goes wrong on our side afterwards leaves training as it was.
+All user errors (in policy, arguments or settings) are reported before a process, thread or hook is started. Later
+errors of fp8watch leave training as it was.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Attached:
-    """What an attach was called with, and the watch it made."""
+    """The arguments of an attach, and its watch."""
 
     watch: Watch
     arguments: dict[str, Any]
@@ -66,25 +67,27 @@ def attach(
     forward: Callable[[], torch.Tensor] | None = None,
     also: Mapping[str, Any] | None = None,
 ) -> Watch:
-    """Watch a model while it trains; without a policy nothing is ever changed.
+    """Watch a model while it trains. Without a policy, nothing is ever changed.
 
-    Every argument but model and optimizer is optional; an action whose handle is missing is reported as unavailable.
-    `policy`: a file, the name of a shipped policy, or YAML text; None: observe. `forward`: runs the coming batch
-    forward and returns its loss (for `recheck`). `mesh`: how the model is cut up, a `DeviceMesh` with dimensions named
-    `tp` and `pp`, or process groups of these names: ranks of one `tp` group have to use one scale for a tensor, and
-    `watch.clip_grad_norm_` takes the norm over all `pp` stages. A second call with the same arguments returns the same
-    watch.
-    `also`: names of whatever else checkpoints hold and a rollback restores, anything with `state_dict` and
-    `load_state_dict`: a moving average of the weights, a second model or optimizer, counters of the loop. What is
-    neither given here nor part of the model is not restored.
-    With several ranks this is a collective call when the policy acts (`Settings.join_seconds` limits the waiting), or
-    when there is no run name from launcher or argument. With a policy that acts it waits for the process that decides
-    (at most `Settings.start_seconds`), so that a fault in the first steps is answered in time.
+    Every argument except model and optimizer is optional. Actions that need a missing one are reported as unavailable.
+    - `policy`: a file, the name of a shipped policy, or YAML text. None: observe.
+    - `forward`: runs the next batch forward and returns its loss (for `recheck`).
+    - `mesh`: a `DeviceMesh` with dimensions named `tp` and `pp`, or a mapping from these names to process groups. Ranks
+      of one `tp` group have to use the same scale for a tensor. `watch.clip_grad_norm_` takes the norm over all `pp`
+      stages.
+    - `also`: further objects with `state_dict` and `load_state_dict`, by name, that checkpoints hold and a rollback
+      restores: a moving average of the weights, a second model or optimizer, counters of the loop. Nothing else outside
+      the model is restored.
 
-    Raises `Refused`, a `BadInput` that ends the process with exit code 2 unless it is caught, for bad arguments,
-    policies and settings, all of them named at once (`WrongArgument`, a `TypeError` too, where an argument is not what
-    it should be); `ValueError` for a second attach with other arguments; `Halted` for a run that was halted and not
-    released.
+    A second call with the same arguments returns the same watch. With several ranks, this is a collective call if the
+    policy acts (waiting is limited by `Settings.join_seconds`), or if neither launcher nor arguments name the run. If
+    the policy acts, it waits up to `Settings.start_seconds` for the controller, so that it can respond to a fault in
+    the first steps.
+
+    Raises `Refused` for bad arguments, policies and settings. It names all errors, is a `BadInput`, and ends the
+    process with exit code 2 if it is not caught. `WrongArgument`, which is a `TypeError` too, is the `Refused` for an
+    argument of the wrong kind. Raises `ValueError` for a second attach with other arguments, and `Halted` for a run
+    that was halted and not released.
     """
     arguments = {
         "model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader,
@@ -95,7 +98,7 @@ def attach(
     known = None if wrong else _known(model, optimizer, arguments)
     if known is not None:
         return known
-    # Libraries that are loaded for the first time, and copies of schedulers, may draw random numbers.
+    # Imports and copies of schedulers may draw random numbers.
     generators = rng.snapshot()
     try:
         return _attach(arguments, wrong)
@@ -161,7 +164,7 @@ def _attach(arguments: dict[str, Any], wrong: list[str]) -> Watch:
 
 
 def _inputs(arguments: dict[str, Any], wrong: list[str]) -> tuple[str, str, Policy, Settings]:
-    """The policy's text, name and content, and the settings. Raises `BadInput` with all that is wrong anywhere."""
+    """The policy's text, name and content, and the settings. Raises `BadInput` with all errors, `wrong` included."""
     found = list(wrong)
     text, name, parsed = "", "", Policy(version=1)
     settings = arguments["settings"]
@@ -204,7 +207,7 @@ def _same(name: str, first: Any, second: Any) -> bool:
 
 
 def _at_exit(reference: weakref.ref[Watch], pid: int) -> None:
-    """Say goodbye for a watch that nobody detached, and whether the interpreter ends for an error."""
+    """Detach a watch that is still attached; the reason says whether the interpreter exits because of an error."""
     watch = reference()
     if watch is None or os.getpid() != pid:
         return

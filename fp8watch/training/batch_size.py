@@ -1,6 +1,6 @@
-"""Samples and tokens of a batch, whatever its shape: tensors, dicts, tuples, lists, objects with fields.
+"""Counts the samples and tokens of a batch of tensors, mappings, tuples and lists.
 
-Only shapes and dtypes are looked at, never values.
+Only shapes and dtypes are read, never values.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Any
 import torch
 
 MAX_DEPTH = 4
-"""Batches nest a dict in a tuple at most; deeper is a graph or a tree that is not ours to walk."""
+"""Nesting levels that are searched. Batches usually nest a dict in a tuple; anything deeper is left alone."""
 
 _TOKEN_KEYS = ("input_ids", "tokens")
 
 
 def count_samples(batch: Any) -> int | None:
-    """Length of the first dimension of the first tensor; None where there is none."""
+    """Length of the first dimension of the first tensor; 1 for a 0-D tensor; None without a tensor."""
     for tensor in _tensors(batch):
         return int(tensor.size(0)) if tensor.dim() else 1  # a nested tensor has no shape, but a first dimension
     return None
 
 
 def count_tokens(batch: Any) -> int | None:
-    """Elements of `input_ids` or `tokens`, else of the first integer tensor of two or more dimensions; None: none."""
+    """Number of elements of `input_ids` or `tokens`, else of the first integer tensor with at least 2 dimensions; None
+    without one."""
     if isinstance(batch, Mapping):
         for key in _TOKEN_KEYS:
             found = _field(batch, key)
@@ -37,7 +38,7 @@ def count_tokens(batch: Any) -> int | None:
 
 
 def _field(batch: Mapping[Any, Any], key: str) -> Any:
-    """A field or None: lazy mappings say in ways of their own that they have no such field."""
+    """A field; None if it is missing or raises anything, as the fields of lazy mappings may."""
     try:
         return batch.get(key)
     except Exception:

@@ -1,14 +1,14 @@
-"""`watch.batches(loader)`: yields exactly what the bare loader yields, and can be put back to where it was.
+"""`watch.batches(loader)`: yields exactly what the bare loader yields, and can be rewound to an earlier position.
 
-Three kinds of loader can be rewound: one with `state_dict`/`load_state_dict` (StatefulDataLoader), a plain
-`DataLoader`, and anything that can be iterated again. The position of the latter two is the state of the random
-generators at the start of the epoch and the number of batches since; going back makes a new iterator under those
-generators and leaves out the batches before the position, without loading them where a sampler hands out indices.
-Iterators that can be consumed only once cannot be rewound, nor can what answers with errors when it is looked at; both
-are iterated as they are, and it is said.
+Three kinds of loader can be rewound: one with `state_dict` and `load_state_dict` (StatefulDataLoader), a plain
+`DataLoader`, and anything that can be iterated again. For the latter two, the position is the state of the random
+generators at the start of the epoch and the number of batches since. To rewind, a new iterator is made with those
+generator states, and the batches before the position are skipped; they are not loaded if a sampler yields indices.
+Iterators that can be consumed only once, and loaders whose attributes raise errors, cannot be rewound. They are
+iterated unchanged, and the user is told.
 
-A running `for` loop follows: the batch after a rollback is the one at the restored position. Random augmentation
-inside worker processes is not replayed exactly; everything drawn in the main process is.
+A rollback takes effect in the running `for` loop: its next batch is the one at the restored position. Random draws in
+the main process are replayed exactly, random augmentation inside worker processes is not.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ State = dict[str, Any]
 
 
 class _Cursor(Iterator[Any]):
-    """One iteration over a loader. It holds its `Batches`, which holds it weakly: both last as long as the loop."""
+    """One iteration over a loader. It refers to its `Batches`, which has only a weak reference back: the iteration ends
+    with the loop."""
 
     def __init__(self, batches: Batches, iterator: Iterator[Any] | None, epoch_state: State) -> None:
         self._batches = batches
         self.iterator = iterator
-        """The loader's own; None: to be made at a restored position."""
+        """The loader's own iterator; None: one has to be made at a restored position."""
         self.epoch_state = epoch_state
         self.index = 0
         self.samples = 0
         self.is_over = False
         self.leads = False
-        """The position of the `Batches` is this one's."""
+        """Whether the position of the `Batches` is that of this iteration."""
         self.target = -1
-        """The epoch at whose end a leading iteration is over."""
+        """The epoch at whose end a leading iteration stops."""
 
     def __next__(self) -> Any:
         return self._batches._next(self)
 
 
 class Batches:
-    """A rewindable view of a loader. `samples` and `skipped_samples` count since the start of training.
+    """A rewindable view of a loader. `samples` and `skipped_samples` count from the start of training.
 
-    The position is that of one iteration, the oldest that is under way. One that begins meanwhile (a look at a
-    sample, an evaluation on the same loader, `zip`) is independent of it, as it would be with the bare loader.
+    The position is that of the leading iteration, the oldest one that is running. An iteration that begins meanwhile
+    (to look at a sample, to evaluate on the same loader, for `zip`) is independent of it, as with the bare loader.
     """
 
     def __init__(self, loader: Iterable[Any], on_batch: Callable[[Any], None] | None = None) -> None:
@@ -76,15 +77,15 @@ class Batches:
         self._tokens: int | None = None
         self._is_token_count_whole = True
         self.uncounted: dict[str, str] = {}
-        """`samples` or `tokens` -> why a batch's could not be counted."""
+        """`samples` or `tokens` -> why those of a batch could not be counted."""
         self.remark: str | None = None
-        """What the person who trains should know about how the loader is used."""
+        """Message to the user about how the loader is used."""
         self.samples = 0
-        """Position in the stream of samples: yielded ones and those left out on purpose."""
+        """Position in the stream of samples: all that were yielded or skipped."""
         self.skipped_samples = 0
-        """Of `samples`, those that were left out by `load_state_dict(..., skip_batches=)`."""
+        """The part of `samples` that was skipped by `load_state_dict(..., skip_batches=)`."""
         self.unavailable: str | None = None
-        """Why the position cannot be saved or restored; None: it can."""
+        """Why the position cannot be saved or restored; None: it can be."""
         self._is_stateful = self._is_hidden = False
         try:
             self._is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -94,14 +95,14 @@ class Batches:
             self._hide(error)
 
     def _hide(self, error: Exception) -> None:
-        """The loader answers with an error when it is looked at, as a proxy of another library may: look no more."""
+        """Stop inspecting the loader, because that raises errors, as it may for a proxy of another library."""
         self._is_hidden, self._is_stateful = True, False
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self.unavailable = HIDDEN.format(type=type(self.loader).__name__, error=reason)
         self.remark = f"data position {self.unavailable}"
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch, the way the bare loader starts one; after a restored position, the rest of that epoch."""
+        """Start an epoch as the bare loader does; after `load_state_dict`, the rest of the restored epoch."""
         if self.unavailable is BYPASSED:
             self.unavailable = None
         if self._lead() is not None:
@@ -117,11 +118,11 @@ class Batches:
         return cursor
 
     def __len__(self) -> int:
-        """Batches of an epoch, where the loader knows."""
+        """Batches per epoch. Raises `TypeError` if the loader has no length."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def _lead(self) -> _Cursor | None:
-        """The iteration whose position is ours: the oldest under way, the next one when that is over or dropped."""
+        """The leading iteration: the oldest that is neither over nor deleted."""
         under_way = [cursor for ref in self._cursors if (cursor := ref()) is not None and not cursor.is_over]
         if len(under_way) != len(self._cursors):
             self._cursors = [weakref.ref(cursor) for cursor in under_way]
@@ -163,7 +164,7 @@ class Batches:
             try:
                 batch = next(cursor.iterator)
             except StopIteration:
-                # A rollback went back over an epoch's end: the epochs in between belong to this loop too.
+                # A rollback went back over the end of an epoch, so this loop also has to run the epochs in between.
                 if self._epoch < cursor.target:
                     cursor.iterator = self._start_epoch()
                     continue
@@ -179,7 +180,7 @@ class Batches:
             return batch
 
     def _count(self, name: str, count: Callable[[Any], int | None], batch: Any) -> int | None:
-        """A count that never raises: batches are whatever the dataset makes them, with methods of their own."""
+        """Count without raising: a dataset's batches may be of any class, with methods that raise."""
         try:
             return count(batch)
         except Exception as error:
@@ -189,14 +190,14 @@ class Batches:
             return None
 
     def take_tokens(self) -> int | None:
-        """Tokens yielded since the last call; None: batches hold no integer tensor, none was yielded, or not all
+        """Tokens yielded since the last call; None if there were none (no batch, or no integer tensor), or if not all
         could be counted (see `uncounted`)."""
         tokens, self._tokens = self._tokens, None
         is_whole, self._is_token_count_whole = self._is_token_count_whole, True
         return tokens if is_whole else None
 
     def note_boundary(self) -> None:
-        """A step is done. If nothing was taken from us by then, the loop iterates over the bare loader."""
+        """Called at a step boundary. If no batch was taken from here by then, the loop uses the bare loader."""
         if self._epoch < 0 and self._pending is None and self.unavailable is None:
             self.unavailable = BYPASSED
 
@@ -212,7 +213,7 @@ class Batches:
             self.unavailable = None
 
     def _begun(self) -> tuple[Iterator[Any], State]:
-        """A new iterator of the loader's own, and the state before it was made."""
+        """A new iterator of the loader, and the state before it was made."""
         state = self._state_before()
         return iter(self.loader), state
 
@@ -226,7 +227,7 @@ class Batches:
             return {}
 
     def state_dict(self) -> State:
-        """The position after the last batch yielded, as tensors and plain values. Cheap: called at every save."""
+        """The position after the last batch yielded, as tensors and plain values."""
         if self._pending is not None:
             state, skip = self._pending
             if skip == 0:
@@ -243,9 +244,9 @@ class Batches:
         return state
 
     def load_state_dict(self, state: State, skip_batches: int = 0) -> None:
-        """Go back to a position and leave out `skip_batches` batches after it; in force from the next batch on.
+        """Return to a position and skip `skip_batches` batches after it. Takes effect at the next batch.
 
-        Raises `ValueError` when this loader cannot be rewound or the state is no position.
+        Raises `ValueError` if the loader cannot be rewound or `state` is not a position.
         """
         if self.unavailable is not None:
             raise ValueError(self.unavailable)
@@ -271,8 +272,8 @@ class Batches:
         return self._leave_out(iterator, skip_batches)
 
     def _reloaded(self, state: State) -> Iterator[Any]:
-        """The iterator of a loader with a state of its own; without that (it was one of another number of ranks), of
-        the same epoch, behind the batches that were seen. The host's generators end as they are now."""
+        """The iterator of a loader with `load_state_dict`. Without its state (saved with another number of ranks), the
+        epoch is started again and the batches seen are consumed. The process's random generators stay unchanged."""
         now = rng.snapshot()
         try:
             if "loader" in state:
@@ -287,7 +288,7 @@ class Batches:
             rng.restore(now)
 
     def _start_later(self, skip_batches: int) -> tuple[Iterator[Any], int]:
-        """A new epoch without its first batches; how many are still to be left out."""
+        """A new epoch without its first batches, and the number of batches still to be skipped."""
         if not hands_out_indices(self.loader) or self._is_stateful or self._is_hidden:
             return self._start_epoch(), skip_batches
         self._note_epoch()
@@ -302,18 +303,18 @@ class Batches:
         return iterator, skip_batches - batches
 
     def _replayed(self, skip_batches: int) -> tuple[Iterator[Any], int]:
-        """A new iterator of the epoch at `self._index`, or later where batches can be left out without being read; how
-        many are still to be left out. The host's generators end as they are now."""
+        """A new iterator of the epoch at `self._index`, or later if batches can be skipped without being read, and the
+        number of batches still to be skipped. The process's random generators stay unchanged."""
         now = rng.snapshot()
         generators = epoch_state.generators(self.loader)
         try:
             if isinstance(self.loader, torch.utils.data.DataLoader):
                 keeps_workers = self.loader.persistent_workers and self.loader.num_workers > 0
                 if keeps_workers and self.loader._iterator is None:
-                    iter(self.loader)  # from here on it is reset, as it was for all epochs but the first
+                    iter(self.loader)  # the next `iter` then resets it, as in all epochs after the first
                 epoch_state.restore(self.loader, generators, self._epoch_state)
                 if keeps_workers and self._epoch_state["made_iterator"]:
-                    # Making it drew the workers' base seed before the sampler drew; a reset does not.
+                    # In that epoch, making the iterator drew the workers' base seed; a reset does not.
                     torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
                 if hands_out_indices(self.loader):
                     return self._skipped(self._index, skip_batches)
@@ -327,7 +328,7 @@ class Batches:
             rng.restore(now)
 
     def _leave_out(self, iterator: Iterator[Any], num_batches: int) -> Iterator[Any]:
-        """Consume batches without yielding them, over the end of epochs too; what can be is not even read."""
+        """Skip batches, also across ends of epochs. They are consumed, or not read where that is possible."""
         while num_batches > 0:
             batch = next(iterator, _END)
             if batch is _END:

@@ -1,6 +1,6 @@
-"""Stop all acting at once: `FP8WATCH_DISARM=1`, or a file named `disarm` in FP8WATCH_DIR or in the run's folder.
+"""Stops all actions at once: `FP8WATCH_DISARM=1`, or a file named `disarm` in FP8WATCH_DIR or in the run's folder.
 
-`fp8watch disarm` makes the file. Looked at again while the run goes on, so that nobody has to restart anything.
+`fp8watch disarm` creates the file. It is checked while the run goes on, so no restart is needed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fp8watch.transport import places
 
 FILE_NAME = "disarm"
 LOOK_EVERY_SECONDS = 1.0
-"""Looking at a file costs microseconds on a local disk and more on a shared one: once a second is prompt enough,
-and before a command is carried out it is looked at in any case."""
+"""Interval of file checks, which take microseconds on a local disk and longer on a shared one. Before a command is
+carried out, the files are checked in any case."""
 
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 
 def disarm_files(directory: Path, run: str | None) -> list[Path]:
-    """Where a disarm file counts: for all runs of the directory, and for this one."""
+    """Paths of the disarm files: for all runs under `directory`, and for `run`."""
     files = [directory / FILE_NAME]
     if run is not None:
         files.append(places.run_folder(directory, run) / FILE_NAME)
@@ -30,7 +30,7 @@ def disarm_files(directory: Path, run: str | None) -> list[Path]:
 
 
 class Disarm:
-    """Whether anything may act now."""
+    """Whether actions are disarmed."""
 
     def __init__(self, settings: Settings, run: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._always = settings.disarm
@@ -40,7 +40,7 @@ class Disarm:
         self._reason: str | None = None
 
     def reason(self, *, now: bool = False) -> str | None:
-        """Why nothing may act; None: it may. `now`: look at the files in any case."""
+        """Why nothing may act; None: actions are allowed. `now`: check the files even if they were checked recently."""
         time_now = self._clock()
         if now or self._looked_at is None or time_now - self._looked_at >= LOOK_EVERY_SECONDS:
             self._looked_at = time_now

@@ -1,6 +1,6 @@
-"""What an epoch of a loader without a state of its own begins from: the random generators, and its sampler's epoch.
+"""State at the start of an epoch of a loader without `state_dict`: random generators and the sampler's epoch.
 
-Making an iterator again under that state yields the same order. Looking may raise what the loader raises.
+A new iterator under that state yields the same order. All functions may raise what the loader raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def generators(loader: Any) -> list[torch.Generator]:
 
 
 def take(loader: Any) -> State:
-    """The state before an iterator is made, as tensors and plain values."""
+    """The current state as tensors and plain values. Call it before an iterator is made."""
     return {
         "rng": rng.snapshot(),
         "generators": [generator.get_state() for generator in generators(loader)],
@@ -37,7 +37,7 @@ def take(loader: Any) -> State:
 
 
 def told(loader: Any) -> State:
-    """The epoch that a sampler which deals samples out to ranks was told; None: there is no such sampler."""
+    """The epoch given to the sampler's `set_epoch` (as `DistributedSampler` has); None: there is no such sampler."""
     sampler = getattr(loader, "sampler", None)
     sampler_epoch = getattr(sampler, "epoch", None)
     is_told_epochs = isinstance(sampler_epoch, int) and callable(getattr(sampler, "set_epoch", None))
@@ -45,14 +45,14 @@ def told(loader: Any) -> State:
 
 
 def tell(loader: Any, state: State) -> None:
-    """Tell the sampler that epoch again."""
+    """Set the sampler's epoch to that of `state`."""
     set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
     if state.get("sampler_epoch") is not None and set_epoch is not None:
         set_epoch(state["sampler_epoch"])
 
 
 def restore(loader: Any, own: list[torch.Generator], state: State) -> None:
-    """Go back to it; `own`: the loader's `generators`."""
+    """Restore a state; `own`: the loader's `generators`."""
     rng.restore(state["rng"])
     for generator, saved in zip(own, state["generators"], strict=False):
         generator.set_state(saved)

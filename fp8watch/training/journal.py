@@ -1,8 +1,9 @@
-"""The journal of commands: what a rank began and finished, outside checkpoints, synced before anything is changed.
+"""A rank's journal of commands begun and finished: JSON lines in `runs/<run>/journal-<rank>.jsonl`.
 
-One JSON object a line in `runs/<run>/journal-<rank>.jsonl`. A command begun and not finished when the process
-died is reported as unknown and never tried again; a restored checkpoint does not make an old command new. The
-same file keeps the attempt number, so that a restarted run never repeats (run, attempt, rank, step).
+An entry is synced to disk before the command changes anything. A command that was begun but not finished when the
+process died is reported as unknown and never retried. The journal is not part of checkpoints, so a restored checkpoint
+does not make an old command new. It also keeps the attempt number, so that a restart never repeats
+(run, attempt, rank, step).
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ class Unfinished:
     verb: Verb
     step: int
     start: str = ""
-    """The start of the run that it was for; empty: it was written by an earlier version."""
+    """The start of the run that the command was for; empty in entries of an earlier version."""
 
 
 class Journal:
-    """Append-only memory of one rank. Reading an absent file is an empty journal; `unavailable` says what is wrong."""
+    """One rank's append-only journal. An absent file is an empty journal. The constructor does not raise `OSError`: see
+    `unavailable`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"journal-{rank}.jsonl"
         self.unavailable: str | None = None
-        """Why nothing can be written; None: it can. Nothing is applied without it."""
+        """Why the journal cannot be written; None: it can be. No command is carried out without a journal."""
         self.term = 0
         self.sequence = 0
         self.last_attempt = -1
@@ -61,7 +63,7 @@ class Journal:
                 entry = json.loads(line)
                 self._take(entry)
             except (ValueError, KeyError, TypeError):
-                continue  # a line cut short by a crash: what it would have said was never acted upon
+                continue  # cut short by a crash: the command was not carried out, or stays unfinished
 
     def _take(self, entry: dict[str, Any]) -> None:
         if entry["event"] == "attempt":
@@ -82,7 +84,7 @@ class Journal:
 
     @property
     def unfinished(self) -> list[Unfinished]:
-        """Commands begun and never finished."""
+        """Commands that were begun and not finished."""
         return list(self._begun.values())
 
     def knows(self, command: Command) -> bool:
@@ -91,12 +93,12 @@ class Journal:
         return key in self._done or key in self._begun
 
     def attempt(self, attempt: int) -> None:
-        """Note that an attempt starts. Raises `OSError`."""
+        """Record the start of an attempt. Raises `OSError`."""
         self.last_attempt = max(self.last_attempt, attempt)
         self._write({"event": "attempt", "attempt": attempt})
 
     def begin(self, command: Command, step: int) -> None:
-        """Note a command before it is carried out; durable on return. Raises `OSError`."""
+        """Record a command before it is carried out; durable on return. Raises `OSError`."""
         entry = {
             "event": "begin", "id": command.id, "verb": command.verb, "action": command.action,
             "term": command.term, "sequence": command.sequence, "step": step, "start": command.start,
@@ -105,19 +107,19 @@ class Journal:
         self._take(entry)
 
     def finish(self, command: Command, status: str) -> None:
-        """Note what became of it. Raises `OSError`."""
+        """Record a command's final status. Raises `OSError`."""
         entry = {"event": "end", "id": command.id, "verb": command.verb, "status": status}
         self._take(entry)
         self._write(entry)
 
     def _write(self, entry: dict[str, Any]) -> None:
         data = b"\n" * self._is_cut_short + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
-        # Opened anew each time: a descriptor kept open would be inherited by data-loader workers.
+        # Opened for each entry, because DataLoader workers would inherit a descriptor that stays open.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             size = os.fstat(descriptor).st_size
             try:
-                # A write may be short, on a full disk for one: the rest is tried again and raises.
+                # A write may be short, for example on a full disk; writing the rest then raises.
                 while data:
                     written = os.write(descriptor, data)
                     if written <= 0:
@@ -132,7 +134,7 @@ class Journal:
         self._is_cut_short = False
 
     def _take_back(self, descriptor: int, size: int) -> None:
-        """Remove what an entry that failed has left, so that the next one starts on a line of its own."""
+        """Remove a partly written entry, so that the next one starts on a new line."""
         try:
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)

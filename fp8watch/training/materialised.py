@@ -1,4 +1,4 @@
-"""Whether parameters are there yet: those of lazy modules and those on the meta device have no values to watch."""
+"""Checks that parameters have values: those of uninitialised lazy modules and those on the meta device have none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from fp8watch.training.report import listed
 
 SHOWN = 4
-"""Names in a message; of more it is said how many."""
+"""Most names in a message; the rest is counted."""
 LAZY = "not initialised (lazy modules): run one forward, then make the optimizer and attach"
 META = (
     "on the meta device, without values: materialise the model (to_empty(device=...), then initialise or load it), "
@@ -19,9 +19,9 @@ META = (
 
 
 def of_model(model: torch.nn.Module, optimizer: object) -> str | None:
-    """What of the model is not there yet, and what to do; None: all of it is.
+    """Which parameters of the model have no values, and what to do about it; None: all have values.
 
-    On the meta device only what the optimizer is to update counts: a process may leave there what others hold.
+    A parameter on the meta device is accepted unless the optimizer updates it, because another process may hold it.
     """
     updated = {id(parameter) for _, parameter in _updated(optimizer)}
     named = list(model.named_parameters())
@@ -32,8 +32,8 @@ def of_model(model: torch.nn.Module, optimizer: object) -> str | None:
 
 
 def of_optimizer(optimizer: object, model: object) -> str | None:
-    """The same of parameters that the optimizer holds and the model does not: the optimizer of a model that was
-    materialised after it goes on with what the model has let go of."""
+    """The same for parameters of the optimizer that are not in the model. If a model is materialised after its
+    optimizer was made, the optimizer still holds the old parameters."""
     own = {id(parameter) for parameter in model.parameters()} if isinstance(model, torch.nn.Module) else set()
     named = [(name, parameter) for name, parameter in _updated(optimizer) if id(parameter) not in own]
     return _reasons(

@@ -1,11 +1,11 @@
-"""Whether somebody else trains under the same run name: they would share a store, an agent and a journal, unnoticed.
+"""Detects a second live process under the same run name and rank.
 
-A run that is started again after its end goes on under its name, and teacher and student have a name each. Two that
-are alive at once under one name are taken for one run: their frames mix, and commands for one reach the other.
+Two processes under one name are taken for one run: they share a store, an agent and a journal, their frames mix, and
+commands for one reach the other. A run that is restarted after its end keeps its name.
 
-One file a rank, locked for as long as it is watched. The kernel lets go of the lock when the process ends, however it
-ends, and a process that is forked does not hold it. Where the folder cannot be written, or lies on a network file
-system, where a lock may have to be waited for, nothing is known.
+Each rank locks one file while it is watched. The kernel releases the lock when the process ends, however it ends, and a
+forked child does not hold it. There is no check where the folder cannot be written, or is on a network file system,
+where taking a lock may block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OURS = "another watch of this process"
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """A lock that this process has: closing any descriptor of the file would let go of it, so there is one."""
+    """A lock of this process. Closing any descriptor of the file would release it, so only one is opened."""
 
     descriptor: int
     pid: int
@@ -36,8 +36,9 @@ _held: dict[Path, _Held] = {}
 
 
 def claim(folder: Path, rank: int) -> tuple[str, Callable[[], None]]:
-    """(who else has this rank of this run, empty if nobody is known; what to call at the end). Raises nothing."""
-    # Without links: the same file under another name would lose the lock of the first when it is closed.
+    """Lock a rank of a run. Returns who else holds it (empty: nobody known) and a function that releases it. Raises
+    nothing."""
+    # Links are resolved, because closing the same file under another name would release the first lock.
     path = Path(os.path.realpath(folder)) / f"attached-{rank}.lock"
     ours = _held.get(path)
     if ours is not None and ours.pid == os.getpid():
@@ -46,7 +47,7 @@ def claim(folder: Path, rank: int) -> tuple[str, Callable[[], None]]:
     try:
         if is_on_network(folder):
             return "", _nothing
-        # Not what a link in a folder that others can write leads to: it is written over.
+        # The file is overwritten, so a link that another user may have put here is not followed.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError:
         return "", _nothing
@@ -64,7 +65,7 @@ def claim(folder: Path, rank: int) -> tuple[str, Callable[[], None]]:
 
 
 def warning(run: str, who: str) -> str:
-    """What is said of it."""
+    """The warning about a second process, named by `who`."""
     waits = "" if who == OURS else ", unless it is this one's last start and about to end"
     return (
         f"run {run} is the name of {who} too{waits}: the two share one store and are taken for one run; give each a "

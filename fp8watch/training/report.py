@@ -1,4 +1,4 @@
-"""What `attach` says once: what is watched, what cannot be, which actions are unavailable and why."""
+"""The report of `attach`: what is watched, what cannot be, and which actions are unavailable and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8watch.records import Layout
 logger = logging.getLogger("fp8watch")
 
 MAX_NAMES = 6
-"""Names in one line of the report; the rest is counted, and complete in `watch.not_observable`."""
+"""Most names in one line of the report; the rest is counted. `watch.not_observable` has all of them."""
 
 
 def lines(
@@ -29,8 +29,8 @@ def lines(
     agent: str | None = None,
     disarmed: str | None = None,
 ) -> list[str]:
-    """The report, a few lines of plain text. `directory`: the run's folder of this process. `agent`: address of the
-    node's agent, which keeps the records then. `disarmed`: why nothing may act, whatever the policy says."""
+    """The report as lines of plain text. `directory`: the run's folder under FP8WATCH_DIR. `agent`: address of the
+    node's agent, which then keeps the records. `disarmed`: why nothing may act, whatever the policy says."""
     rank = f", rank {identity.rank} of {identity.world_size}" if identity.world_size > 1 else ""
     kept = f"records in {directory}" if agent is None else f"records with the agent at {agent}"
     text = [f"fp8watch: run {identity.run}{rank}, policy {policy_name} ({mode}), {kept}"]
@@ -60,7 +60,7 @@ def lines(
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """`a, b and 3 more`: the first `most` of them."""
+    """The first `most` names, as in `a, b and 3 more`."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
@@ -71,10 +71,10 @@ def _shorten(names: list[str], separator: str) -> str:
 
 
 def say(text: list[str]) -> None:
-    """To the log where that shows it, else to standard error: once, compact, never to standard output."""
+    """Write the report to the log if that shows INFO, else to standard error. Never to standard output."""
     if logger.isEnabledFor(logging.INFO):
         for line in text:
             logger.info("%s", line)
         return
-    # Not through rich, which draws from Python's random generator when it is loaded.
+    # Without rich, which draws from Python's random generator on import.
     print("\n".join(text), file=sys.stderr)

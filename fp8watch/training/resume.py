@@ -1,7 +1,7 @@
-"""Where a run goes on after a start: the newest checkpoint that every rank finds sound.
+"""Resume after a start: restores the newest good or candidate checkpoint that every rank finds intact.
 
-Whatever its label, the newest sound one is taken. Of several ranks the first proposes, all read what they need of it
-and say whether it is sound, and only then all overwrite. A rank that fails at that raises on all of them.
+With several ranks, rank 0 proposes a checkpoint. All ranks read their part of it and report whether it is intact; only
+then do all of them overwrite their state. If one rank fails to, all raise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8watch.training.agreement.peers import Peers, PeersLost
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says in one round."""
+    """One rank's message in one round."""
 
     record: CheckpointRecord | None = None
     has_some: bool = False
@@ -29,7 +29,7 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What was restored, and the highest attempt that any rank had begun."""
+    """What was restored, and the highest attempt of any rank."""
 
     report: RestoreReport
     record: CheckpointRecord
@@ -37,7 +37,7 @@ class Resumed:
 
 
 def resume_alone(manager: CheckpointManager, attempt: int) -> Resumed | None:
-    """One process. None: there is no checkpoint. Raises `CheckpointError`, with nothing overwritten."""
+    """Resume a run of one process. None: there is no checkpoint. Raises `CheckpointError`."""
     if not manager.records():
         return None
 
@@ -54,7 +54,7 @@ def resume_alone(manager: CheckpointManager, attempt: int) -> Resumed | None:
 
 
 def refuse_together(peers: Peers | None, reason: str, seconds: float) -> None:
-    """This rank cannot use the checkpoints: tell those that resume, and raise `CheckpointError`."""
+    """Tell the ranks that resume that this one cannot use the checkpoints, and raise `CheckpointError`."""
     if peers is not None:
         try:
             _say(peers, _Word(unfit=reason), seconds)
@@ -64,7 +64,7 @@ def refuse_together(peers: Peers | None, reason: str, seconds: float) -> None:
 
 
 def resume_together(manager: CheckpointManager, peers: Peers, attempt: int, seconds: float) -> Resumed | None:
-    """All ranks of several. None: there is no checkpoint. Raises `CheckpointError` on all of them."""
+    """Resume a run of several ranks. None: there is no checkpoint. Raises `CheckpointError` on all ranks."""
     try:
         return _resume_together(manager, peers, attempt, seconds)
     except PeersLost as error:
@@ -113,7 +113,7 @@ def _load(manager: CheckpointManager, target: str) -> tuple[Loaded | None, _Word
         return None, _Word(unfit=str(error))
     except CheckpointError as error:
         return None, _Word(damaged=str(error))
-    except Exception as error:  # whatever it is, the other ranks wait for a word
+    except Exception as error:  # the other ranks wait for an answer in any case
         return None, _Word(unfit=f"{type(error).__name__}: {error}")
 
 

@@ -1,9 +1,9 @@
-"""A DataLoader's iterator that begins at a later batch, without loading the batches before it.
+"""Makes a DataLoader's iterator begin at a later batch, without loading the batches before it.
 
-What is left out for good is told from what was seen before: it is counted, in batches and samples.
+The loader's own sampler runs as usual, so it makes the same random draws; its first entries are discarded before the
+dataset gets them. An `IterableDataset` has no indices and has to be consumed.
 
-The loader's own sampler runs as always, so that it draws what it always draws; only what it hands out first is
-thrown away before a dataset sees it. Datasets without indices (iterable ones) have to be consumed.
+`seen` batches were trained on before. `left_out` batches are skipped for good and counted, in batches and samples.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fp8watch.training import epoch_state
 
 
 class _SkipFirst:
-    """Stands in for a sampler during the making of one iterator, which then begins `seen` + `left_out` entries later.
+    """Replaces a sampler while one iterator is made, which then begins `seen` + `left_out` entries later.
 
-    The entries are drawn when they are asked for, not when the iterator is made: a DataLoader draws its base seed
-    in between, and the order of draws has to stay.
+    Entries are discarded by `skip` or at the first access, not in `__iter__`: a DataLoader draws its base seed in
+    between, and the order of random draws must not change.
     """
 
     def __init__(self, sampler: Any, seen: int, left_out: int) -> None:
@@ -29,7 +29,7 @@ class _SkipFirst:
         self._seen, self._left_out = seen, left_out
         self._entries: Iterator[Any] | None = None
         self.batches = self.samples = 0
-        """What of `left_out` there was."""
+        """How much of `left_out` the sampler had."""
 
     def __iter__(self) -> Iterator[Any]:
         self._entries = iter(self._sampler)
@@ -44,8 +44,8 @@ class _SkipFirst:
         return len(self._sampler)
 
     def skip(self) -> bool:
-        """Throw the first entries away now; later calls do nothing. False: nobody has asked for an iterator, as in a
-        loader whose `__iter__` is a generator, and nothing was thrown away."""
+        """Discard the first entries; later calls do nothing. False: nothing was discarded, because the loader has not
+        called `iter` on the sampler yet (its `__iter__` may be a generator)."""
         if self._entries is None:
             return False
         (seen, self._seen), (left_out, self._left_out) = (self._seen, 0), (self._left_out, 0)
@@ -61,7 +61,7 @@ class _SkipFirst:
         return True
 
     def is_over(self) -> bool:
-        """Whether there is nothing behind what is thrown away; the entry that there is else is lost."""
+        """Whether no entry follows the discarded ones. If one does, it is lost."""
         return self.skip() and self._entries is not None and next(self._entries, _END) is _END
 
 
@@ -69,15 +69,15 @@ _END = object()
 
 
 def hands_out_indices(loader: object) -> bool:
-    """Whether batches can be left out, and their samples counted, by what the loader's sampler hands out alone."""
+    """Whether batches can be skipped, and their samples counted, with the loader's sampler alone."""
     if not isinstance(loader, torch.utils.data.DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    return loader.batch_sampler is not None  # without, an index may stand for a whole batch
+    return loader.batch_sampler is not None  # without one, an index may stand for a whole batch
 
 
 def skipping(loader: torch.utils.data.DataLoader[Any], seen: int, left_out: int = 0) -> tuple[Iterator[Any], int, int]:
-    """`iter(loader)` advanced by `seen` and `left_out` batches; of the latter, how many there were before the epoch's
-    end, and their samples. `left_out` is for loaders that `hands_out_indices`."""
+    """`iter(loader)` advanced by `seen` + `left_out` batches, with the number of `left_out` batches before the epoch's
+    end and of their samples. `left_out` must be 0 unless `hands_out_indices(loader)`."""
     if seen + left_out == 0:
         return iter(loader), 0, 0
     if isinstance(loader.dataset, IterableDataset):
@@ -87,7 +87,7 @@ def skipping(loader: torch.utils.data.DataLoader[Any], seen: int, left_out: int 
         iterator, skip_first = _begun(loader, seen, left_out, {"num_workers": 0, "timeout": 0})
         if skip_first.is_over():
             return iter(()), skip_first.batches, skip_first.samples
-        # The sampler has more than it says: with workers after all, and with the draws that this has made undone.
+        # The sampler yields more than its length. Undo the random draws, and start the workers after all.
         epoch_state.restore(loader, epoch_state.generators(loader), before)
     iterator, skip_first = _begun(loader, seen, left_out)
     if not skip_first.skip():
@@ -96,35 +96,35 @@ def skipping(loader: torch.utils.data.DataLoader[Any], seen: int, left_out: int 
 
 
 def _would_start_workers_in_vain(loader: torch.utils.data.DataLoader[Any], batches: int) -> bool:
-    """Whether an epoch ends within so many batches, so that its workers would end without one to load."""
+    """Whether the epoch ends within `batches` batches, so that its workers would have nothing to load."""
     if loader.num_workers == 0 or loader.persistent_workers:
         return False
     sampler: Any = loader.batch_sampler
     try:
         return len(sampler) <= batches
-    except Exception:  # it has none, or is somebody's own
+    except Exception:  # the sampler has no length, or a custom one that raises
         return False
 
 
 def _begun(
     loader: torch.utils.data.DataLoader[Any], seen: int, left_out: int, more: Mapping[str, Any] | None = None
 ) -> tuple[Iterator[Any], _SkipFirst]:
-    """A new iterator and what its sampler was for the time of its making; `more`: other attributes of that time."""
+    """A new iterator, and the sampler it was made with. `more`: further attributes to set while it is made."""
     attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
     sampler = getattr(loader, attribute)
     skip_first = _SkipFirst(sampler, seen, left_out)
     running = getattr(loader, "_iterator", None)
     if running is not None:
-        # Persistent workers keep one iterator for life; it asks its own reference to the sampler.
+        # With persistent workers there is one iterator for all epochs, with its own reference to the sampler.
         running._index_sampler = skip_first
     own, put = vars(loader), {attribute: skip_first, **(more or {})}
     before = {name: own[name] for name in put if name in own}
-    # DataLoader forbids to set the attribute, and every iterator takes it once, when it is made.
+    # Through `vars`, because DataLoader forbids setting the attribute. An iterator reads it only when it is made.
     own |= put
     try:
         return iter(loader), skip_first
     finally:
-        for name in put.keys() - before.keys():  # one that wraps another loader has none of its own
+        for name in put.keys() - before.keys():  # a loader that wraps another one has no such attribute itself
             del own[name]
         own |= before
         if running is not None:
@@ -132,7 +132,7 @@ def _begun(
 
 
 def _consumed(iterator: Iterator[Any], batches: int) -> Iterator[Any]:
-    """The iterator after so many batches, which are loaded."""
+    """The iterator advanced by `batches` batches, which are loaded."""
     for _ in range(batches):
         next(iterator, None)
     return iterator

@@ -1,7 +1,7 @@
-"""Code of ours inside a function that `torch.compile` runs: not for the compiler to look at.
+"""Keeps `torch.compile` from tracing our code inside a compiled function.
 
-`torch.compiler.disable` does this too, but for all that the function calls, the optimizer's own step included, and at
-the price of importing the whole compiler (2 s) into runs that compile nothing.
+`torch.compiler.disable` would also exclude everything that the function calls, including the optimizer's own step, and
+it imports the whole compiler (2 s), also into runs that compile nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from torch._C._dynamo import eval_frame
 
 traced_by: Callable[[], Any] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
-"""What looks at each Python frame that is about to run; None outside of what `torch.compile` runs."""
+"""The current frame evaluation callback (PEP 523) of TorchDynamo; None outside of a compiled function."""
 trace_by: Callable[[Any], Any] = eval_frame.set_eval_frame
-"""Let it be looked at by that; None: by nothing."""
+"""Set that callback; None: trace nothing."""
 
 
 def leave_out(function: Any) -> None:
-    """Have a compiled caller break its graph at this function and run it as it is; what it calls is looked at."""
+    """Make a compiled caller break its graph at `function` and run it eagerly. Functions that it calls are traced."""
     function._torchdynamo_disable = True
-    with contextlib.suppress(Exception):  # a torch whose internals are others: the frame is traced, which only costs
+    with contextlib.suppress(Exception):  # other torch internals: the frame is traced, which is only slower
         if hasattr(eval_frame, "set_code_exec_strategy"):
             action = eval_frame._FrameAction
             strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)

@@ -1,4 +1,4 @@
-"""What a rank says of itself: the hello and layout that open every connection, and everything sent after them."""
+"""A rank's messages to its agent (hello, layout, and all later ones), and the agent's verified replies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Uplink:
-    """A channel, and what was said last. Nothing here waits or raises."""
+    """A `Channel` and the layout sent last. Nothing here raises; only `await_agent` and `close` wait."""
 
     def __init__(
         self,
@@ -32,43 +32,43 @@ class Uplink:
         self._layout: Layout | None = None
 
     def open(self, hello: Hello, layout: Layout) -> None:
-        """The first connection may be made from now on; every one opens with this and what is sent of it later."""
+        """Start connecting. Each connection opens with hello, layout and checkpoints (`fp8watch.transport.opening`)."""
         self._layout = layout
         self._guard.call("transport preamble", self._channel.set_preamble, [hello, layout, *self._checkpoints()])
 
     def await_agent(self, timeout_seconds: float) -> bool:
-        """Whether the agent is there, once it is or the time is over."""
+        """Wait until the agent is connected; False if it is not within `timeout_seconds`."""
         return bool(self._guard.call("transport start", self._channel.await_agent, timeout_seconds))
 
     def introduce(self, hello: Hello, layout: Layout) -> None:
-        """A new attempt, or something in the hello has changed."""
+        """Send hello and layout again, for a new attempt or a changed hello."""
         self._layout = layout
         self.send(hello)
         self.send(layout)
 
     def announce(self, layout: Layout) -> None:
-        """Send a layout if it is not the one announced last."""
+        """Send a layout unless it is the one sent last."""
         if layout is not self._layout:
             self._layout = layout
             self.send(layout)
 
     def send(self, message: Outgoing) -> None:
-        """Queue a message; a full queue is counted by the channel."""
+        """Queue a message. The channel counts what a full queue drops."""
         self._guard.call("transport send", self._channel.send, message)
 
     def count_dropped(self, reason: str, count: int) -> None:
-        """Count frames that never came to the queue."""
+        """Count frames that were dropped before they reached the queue."""
         if count > 0:
             self._guard.call("transport drops", self._channel.count_dropped, reason, count)
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything to `take` or to say."""
+        """Whether there are replies to `take` or notes to log."""
         return self._channel.has_news
 
     def take(self) -> list[Reply]:
-        """Replies since the last call. What the controller has not signed is not among them: it is dropped, not
-        answered, so that it cannot stand in the way of a real command with the same number."""
+        """Replies since the last call. Commands and ledger updates without the controller's signature are dropped. They
+        are not answered, so that they cannot block a genuine command with the same number."""
         replies = self._guard.call("transport take", self._channel.take) or []
         return [reply for reply in replies if self._guard.call("signature", self._is_genuine, reply)]
 
@@ -89,14 +89,15 @@ class Uplink:
         return is_genuine
 
     def say_notes(self, *, is_unwritable_known: bool = False) -> None:
-        """Log what the transport has to say (a restarted process, an absent agent).
+        """Log the transport's notes (a restarted process, an absent agent).
 
-        `is_unwritable_known`: this rank has warned that nothing can be written; where it is kept instead is no news.
+        `is_unwritable_known`: this rank has warned already that FP8WATCH_DIR cannot be written, so the agent's note
+        about it is logged as INFO only.
         """
         for note in self._guard.call("transport notes", self._channel.notes) or []:
             is_known = is_unwritable_known and note.startswith(places.UNWRITABLE)
             logger.log(logging.INFO if is_known else logging.WARNING, "fp8watch: %s", note)
 
     def close(self, timeout_seconds: float) -> None:
-        """Send what is queued, within the time given."""
+        """Send what is queued, waiting at most `timeout_seconds`, and close."""
         self._guard.call("transport close", self._channel.close, timeout_seconds)

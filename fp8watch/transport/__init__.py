@@ -1,4 +1,4 @@
-"""Frames out, commands in, on a thread of its own: the training thread never waits for it."""
+"""Sends frames to the agent and receives commands, on its own thread: the training thread never waits for it."""
 
 from __future__ import annotations
 

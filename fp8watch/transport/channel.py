@@ -1,6 +1,6 @@
-"""The training thread's side of the transport: put messages in, take replies out, never wait.
+"""The training thread's side of the transport: queues messages and takes replies without waiting.
 
-`send`, `take` and `notes` only move objects between deques; encoding and every system call happen on the transport
+`send`, `take` and `notes` only move objects between deques. Encoding and all system calls happen on the transport
 thread (`fp8watch.transport.link`).
 """
 
@@ -28,7 +28,7 @@ from fp8watch.transport.queue import OutgoingQueue
 logger = logging.getLogger(__name__)
 
 EXIT_FLUSH_SECONDS = 1.0
-"""How long the end of the interpreter may wait for a channel that nobody closed."""
+"""How long interpreter exit may wait for a channel that was not closed."""
 _SCHEME = "unix://"
 
 T = TypeVar("T")
@@ -37,9 +37,9 @@ T = TypeVar("T")
 class Channel:
     """A rank's connection to its agent: the embedded process, or the one that `settings.agent` names.
 
-    The connection is opened by the first `set_preamble` or `send`. Nothing here raises or waits, with two exceptions:
-    `close` waits up to its timeout, and the constructor raises `BadInput` for an address other than `unix:///path`. In
-    a forked child the channel is dead: `send` drops silently.
+    The connection is opened by the first `set_preamble` or `send`. Only `close` and `await_agent` wait, up to their
+    timeouts. Only the constructor raises: `BadInput` for an address other than `unix:///path`. In a forked child the
+    channel is dead: `send` drops silently.
     """
 
     def __init__(self, *, run: str, settings: Settings, local_rank: int = 0) -> None:
@@ -69,7 +69,7 @@ class Channel:
         return dict(total)
 
     def count_dropped(self, reason: str, count: int = 1) -> None:
-        """Count something that was not passed on, here or by the caller."""
+        """Count messages that were dropped elsewhere."""
         self._dropped[reason] += count
 
     @property
@@ -78,7 +78,7 @@ class Channel:
         return self._link is not None and self._link.is_connected
 
     def await_agent(self, timeout_seconds: float) -> bool:
-        """Wait until the agent is connected; False when it is not within that time, or never will be."""
+        """Wait until the agent is connected. False: it is not within `timeout_seconds`, or has been given up."""
         deadline = time.monotonic() + timeout_seconds
         while not self.is_connected and self.is_watched and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -86,25 +86,22 @@ class Channel:
 
     @property
     def is_watched(self) -> bool:
-        """False once the agent has been given up for good, or when there is none to reach."""
+        """Whether an agent is connected or may still be; False if it was given up, or has no address."""
         return self._link is not None and not self._link.has_given_up
 
     def set_preamble(self, messages: Sequence[Message]) -> None:
-        """The messages that every connection opens with: hello, layout, checkpoints. Call it once, before any `send`.
+        """Set the messages that open every connection: hello, layout, checkpoints. Call it once, before any `send`.
 
-        Later changes are sent like any other message: a new connection opens with what was in force when the first
-        message that it carries was queued (`fp8watch.transport.opening`).
+        Send later changes like any other message. A new connection then opens with what was current when its first
+        message was queued (`fp8watch.transport.opening`).
         """
         if self._link is not None and not self._is_forked and not self._is_started:
             self._link.open_with(Opening(messages))
             self._start()
 
     def send(self, message: Outgoing) -> bool:
-        """Queue a message. False: it was dropped and counted.
-
-        When the queue is full, the oldest frame is dropped instead, and counted. The message must not be changed
-        afterwards.
-        """
+        """Queue a message, which must not be changed afterwards. False: it was dropped and counted (in a forked child,
+        not counted). When the queue is full, the oldest message of its kind is dropped and counted instead."""
         link = self._link
         if self._is_forked:
             return False
@@ -127,12 +124,12 @@ class Channel:
         return [] if self._link is None else _drain(self._link.inbox)
 
     def notes(self) -> list[str]:
-        """What a person should be told, each note once: restarts, an absent agent, the agent's own warnings."""
+        """Messages for the user, each returned once: restarts, an absent agent, the agent's own warnings."""
         notes = _drain(self._initial_notes)
         return notes if self._link is None else notes + _drain(self._link.notes)
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Send what is queued, waiting at most `timeout_seconds`, and close. A second call does nothing."""
+        """Send what is queued, waiting at most `timeout_seconds` + 0.5 s, and close. A second call does nothing."""
         if self._is_closed or self._is_forked:
             return
         self._is_closed = True
@@ -182,7 +179,7 @@ def _drain(items: deque[T]) -> list[T]:
     while items:
         try:
             taken.append(items.popleft())
-        except IndexError:  # the other end drops the oldest of a full deque
+        except IndexError:  # the other thread has dropped the oldest item of a full deque
             break
     return taken
 

@@ -1,4 +1,4 @@
-"""`runs/<run>/endpoint.json`: where a run's process, socket, metrics and store are.
+"""`runs/<run>/endpoint.json`: the addresses of a run's process, socket, metrics and store.
 
 Written by the agent, read by the command line and the console. It stays after the run has ended, because it names the
 store; `state` is then `ended`, and the addresses of socket and metrics are empty.
@@ -48,7 +48,7 @@ def write(directory: Path, endpoint: Endpoint) -> None:
 
 
 def read(directory: Path, run: str) -> Endpoint | None:
-    """A run's endpoint; None when there is none that can be read."""
+    """A run's endpoint; None if it is missing or cannot be read."""
     return _read(places.endpoint_file(directory, run))
 
 
@@ -74,7 +74,7 @@ def is_gone(endpoint: Endpoint) -> bool:
 
 
 def as_it_is(record: RunRecord, endpoint: Endpoint | None) -> RunRecord:
-    """The record as it must be read now: a run whose process died could not record its own end."""
+    """The record, with state `lost` if the run's process died, because that could not record its own end."""
     if record.state != "running" or endpoint is None or not is_gone(endpoint):
         return record
     return msgspec.structs.replace(record, state="lost", reason="the process that watched it is gone")

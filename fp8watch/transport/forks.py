@@ -1,7 +1,7 @@
 """Closes a channel's socket in forked children.
 
-The agent takes the end of a rank's socket for the end of the rank. A DataLoader worker forked while the socket was open
-would keep it open after the trainer was killed. Close-on-exec does not help against a fork without exec.
+For the agent, a rank ends when its socket closes. A DataLoader worker that was forked while the socket was open would
+keep it open after the trainer was killed. Close-on-exec does not help against a fork without exec.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class ForkAware(Protocol):
     """Something that must close its file descriptors in a forked child."""
 
     def after_fork_in_child(self) -> None:
-        """Close what was inherited. Runs in the child, on its only thread, and must take no lock."""
+        """Close the inherited descriptors. Runs in the child, on its only thread, and must take no lock."""
 
 
 _watched: weakref.WeakSet[ForkAware] = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """The transport thread: connects, sends what is queued, receives replies, keeps the background process alive.
 
-Everything slow is here: encoding, system calls, waiting, starting a process. With the training thread it shares only
-the queue, the inbox, the notes and a few plain attributes, none of them behind a lock.
+Everything slow is done here: encoding, system calls, waiting, starting a process. It shares only the queue, the inbox,
+the notes and a few plain attributes with the training thread, all without locks.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from fp8watch.transport.queue import OutgoingQueue
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.02
-"""How long a queued message may wait. The queue is polled: to wake this thread by a system call, the training thread
-would have to release the interpreter lock."""
+"""How long a queued message may wait. The queue is polled, because the training thread would have to release the GIL
+for a system call that wakes this thread."""
 PAUSE_SECONDS, SHORT_PAUSE_SECONDS = 0.001, 0.0001
-"""Pauses after each message of a backlog; the short one where frames would be lost otherwise. A thread that releases
-the interpreter lock for a system call takes it back before another thread has woken up. Without a pause the training
-thread would wait `sys.getswitchinterval()`, 5 ms, each time it wants the lock."""
+"""Pauses after each message of a backlog; the short one is used when frames may be lost. A thread that releases the GIL
+for a system call takes it back before another thread has woken up. Without a pause, the training thread would wait for
+`sys.getswitchinterval()` (5 ms) each time it needs the GIL."""
 FIRST_RETRY_SECONDS = 0.05
 MAX_RETRY_SECONDS = 1.0
 STABLE_SECONDS = 2.0
-"""A connection that lasted this long was good: the next attempts are quick again."""
+"""After a connection that lasted this long, retries start again at `FIRST_RETRY_SECONDS`."""
 ABSENT_SECONDS = 1.0
-"""How long the end of a training waits for an absent agent that somebody else has to start."""
+"""How long closing waits for an absent agent that is not started by this process."""
 READ_BYTES = 256 * 1024
 
 
 class Link(threading.Thread):
-    """One connection to an agent, made again whenever it breaks. `process` None: somebody else runs the agent."""
+    """A connection to an agent, made again whenever it breaks. `process` None: the agent is not started from here."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class Link(threading.Thread):
         self.inbox: deque[Reply] = deque(maxlen=4096)
         self.notes: deque[str] = deque(maxlen=256)
         self.dropped: Counter[str] = Counter()
-        """Counted by this thread only; the queue counts the messages that it pushes out."""
+        """Messages that this thread has dropped, by reason; the queue counts its own."""
         self.is_connected = False
         self.has_given_up = False
         self.num_connections = 0
         self.finished = threading.Event()
 
     def open_with(self, opening: Opening) -> None:
-        """Set what connections open with. Only before `start`."""
+        """Set the opening of connections. Only before `start`."""
         self._opening = opening
 
     def run(self) -> None:
-        """Thread body; ends after `stop`, or when the process is given up."""
+        """Thread body. Ends after `stop`, or when the process is given up."""
         try:
             self._run()
             self._linger()
@@ -104,8 +104,8 @@ class Link(threading.Thread):
                 self._process.reap(self._settings.end_grace_seconds + 5.0)
 
     def stop(self, deadline: float) -> None:
-        """Send what is queued until `deadline` (time.monotonic), then close. An absent agent that somebody else runs
-        gets less time (`ABSENT_SECONDS`)."""
+        """Send what is queued until `deadline` (time.monotonic), then close. For an absent agent that is not started
+        from here, the limit is `ABSENT_SECONDS`."""
         if self._process is None and not self.is_connected:
             deadline = min(deadline, time.monotonic() + ABSENT_SECONDS)
         self._deadline = deadline
@@ -159,7 +159,7 @@ class Link(threading.Thread):
 
     def _connect(self) -> bool:
         candidate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Set before connecting, so that a fork at any moment finds the descriptor and closes it.
+        # Set before connecting, so that a child forked at any moment closes the descriptor.
         self._socket = candidate
         try:
             candidate.settimeout(0.5)  # connect blocks when the agent's backlog is full
@@ -175,16 +175,16 @@ class Link(threading.Thread):
         self._pending = memoryview(b"")
         unsent, self._current = self._current, None
         if unsent is not None and unsent not in self._preamble:
-            self._preamble.append(unsent)  # the end of the last connection cut it off
+            self._preamble.append(unsent)  # the last connection broke while it was being sent
         self.num_connections += 1
         self.is_connected = True
         return True
 
     def _linger(self) -> None:
-        """Say that nothing follows, and read until the agent has taken everything, within the deadline.
+        """Shut down the sending side, and read until the agent closes, within the deadline.
 
-        Closing the socket while a reply is on its way would break the agent's connection and lose what the agent has
-        not read yet.
+        Closing the socket while a reply is on its way would reset the connection and lose what the agent has not read
+        yet.
         """
         connection = self._socket
         if connection is None or not self.is_connected:
@@ -206,7 +206,7 @@ class Link(threading.Thread):
             connection.close()
 
     def _exchange(self, connection: socket.socket) -> None:
-        """Wait a little for something to do, and do it."""
+        """Send and receive once, waiting briefly."""
         if not self._pending:
             self._load_next()
         poller = select.poll()
@@ -232,7 +232,7 @@ class Link(threading.Thread):
             self._disconnect()
 
     def _pause(self) -> None:
-        """Pause between the messages of a backlog, for the sake of the training thread; not after that has ended."""
+        """Let the training thread run between the messages of a backlog; returns at once after `stop`."""
         if left := len(self._queue):
             is_late = 2 * left > self._settings.queue_frames
             self._stopping.wait(SHORT_PAUSE_SECONDS if is_late else PAUSE_SECONDS)
@@ -244,7 +244,7 @@ class Link(threading.Thread):
         try:
             message = as_message(outgoing)
             if isinstance(message, StepFrame | Goodbye):
-                # Copies, each made in one operation: the training thread goes on counting.
+                # Copies, each made in one operation, because the training thread goes on counting.
                 dropped = self.dropped + Counter(dict(self._queue.overflowed)) + Counter(dict(self._dropped_before))
                 if dropped:
                     message = msgspec.structs.replace(message, dropped=dict(dropped))
@@ -253,12 +253,12 @@ class Link(threading.Thread):
         except WireError as error:
             self.dropped["too_large"] += 1
             self._warn_once(f"message dropped: {error}")
-        except Exception as error:  # a value that msgpack cannot encode, or a frame that cannot be put together
+        except Exception as error:  # a value that msgpack cannot encode, or a frame that cannot be built
             self.dropped["unencodable"] += 1
             self._warn_once(f"message dropped: {error!r}")
 
     def _receive(self, connection: socket.socket) -> bool:
-        """Read what has arrived; False at the end of the stream, or when the bytes make no sense."""
+        """Read what has arrived. False: end of stream, or bytes that are no valid message."""
         data = connection.recv(READ_BYTES)
         if not data:
             return False
@@ -282,9 +282,9 @@ class Link(threading.Thread):
         self.inbox.append(reply)
 
     def _keep_process(self, process: AgentProcess) -> bool:
-        """Make sure that a process runs; False when it is given up."""
+        """Start the process unless it runs. False: it is given up."""
         if process.is_running() or (self._stopping.is_set() and process.num_starts > 0):
-            return True  # a training that ends before the start deserves a record too
+            return True  # a run that ends before the first start still starts it, to be recorded
         is_restart = process.num_starts > 0
         if is_restart and not process.has_restarts_left():
             self._give_up(
@@ -308,7 +308,7 @@ class Link(threading.Thread):
             self.dropped["disconnected"] += 1
 
     def _say_what_is_left(self) -> None:
-        """Log the number of unsent messages at the end, when nobody asks for counters any more."""
+        """Log the number of unsent messages at the end, when the counters are no longer read."""
         left = len(self._queue) + (self._current is not None)
         if left and not self.has_given_up:
             logger.warning("fp8watch: %d messages were not sent: no agent at %s took them", left, self._address)

@@ -1,9 +1,8 @@
-"""What a connection opens with, so that the agent understands the message that follows: hello, layout, checkpoints.
+"""The messages that open each connection (hello, layout, checkpoints), which the agent needs to read later messages.
 
-That is not the current state of training: frames that wait for an agent to start (or to come back) may be of an earlier
-step, of an earlier layout, or of an attempt that a rollback has since ended. An opening ahead of them would make the
-agent drop them as old, or leave their columns without names. So the opening is kept where the head of the queue is, and
-moves on as each message is sent completely.
+They must match the message at the head of the queue, not the current state of training. Queued frames may be of an
+earlier step, of an earlier layout, or of an attempt that a rollback has since ended. A newer opening would make the
+agent drop them as old, or leave their columns without names. So the opening is updated as each message is sent.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import msgspec
 from fp8watch.records import CheckpointRecord, Hello, Layout, Message, StepFrame
 
 MAX_REMOVED = 256
-"""Checkpoints removed by rotation that an agent is still told of, because it may have missed the removal."""
+"""Removed checkpoints that are still sent to an agent, because it may have missed the removal."""
 
 
 class Opening:
-    """Made from a rank's first messages; the transport thread advances it with every message it has sent since."""
+    """Starts with a rank's first messages; the transport thread updates it with every message that it has sent."""
 
     def __init__(self, messages: Iterable[Message]) -> None:
         self._hello: Hello | None = None
@@ -31,12 +30,12 @@ class Opening:
                 self._others.append(message)
 
     def messages(self) -> list[Message]:
-        """The opening for the next message; its hello says after how many updates that begins."""
+        """The opening before the next message. Its hello has the step after which that message follows."""
         parts = [self._hello, self._layout, *self._others, *self._checkpoints.values()]
         return [part for part in parts if part is not None]
 
     def passed(self, message: Message) -> None:
-        """A message was sent completely, and what follows comes after it."""
+        """Called when a message was sent completely."""
         if isinstance(message, StepFrame):
             hello = self._hello
             if hello is not None and hello.attempt == message.attempt and hello.step < message.step:
@@ -48,7 +47,7 @@ class Opening:
         if isinstance(message, Hello):
             known = self._hello
             if known is not None and known.attempt == message.attempt:
-                # Sent in the middle of an attempt, perhaps with frames of earlier steps still on their way.
+                # Sent during an attempt; frames of earlier steps may still be queued.
                 message = msgspec.structs.replace(message, step=known.step)
             self._hello = message
         elif isinstance(message, Layout):

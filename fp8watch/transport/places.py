@@ -1,6 +1,7 @@
-"""Where a run's socket, log and endpoint are: derived from the run's name and FP8WATCH_DIR alone.
+"""Paths of a run's socket, log and endpoint, derived from the run's name, FP8WATCH_DIR and the environment.
 
-So every local rank and the background process find the same places without talking to each other.
+So all local ranks and the background process find the same paths without communication, if XDG_RUNTIME_DIR and the
+temporary directory are the same for all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` holds 108 bytes with the closing zero (unix(7))."""
 
 UNWRITABLE = "FP8WATCH_DIR cannot be written"
-"""Start of the background process's message about that: a rank that has reported it already does not warn again."""
+"""First words of the background process's message that FP8WATCH_DIR is not writable. A rank that has reported this
+does not warn again."""
 
 
 def run_folder(directory: Path, run: str) -> Path:
@@ -33,12 +35,13 @@ def endpoint_file(directory: Path, run: str) -> Path:
 
 
 def directory_digest(directory: Path) -> str:
-    """Stands for FP8WATCH_DIR in names outside it, so that runs of the same name in two folders are kept apart."""
+    """Identifies FP8WATCH_DIR in names outside of it, so that runs of the same name in two directories are distinct."""
     return _digest(str(directory.absolute()))
 
 
 def state_folders(directory: Path) -> list[Path]:
-    """Where the records of runs go, in this order, when FP8WATCH_DIR cannot be written, is full or is on a network."""
+    """Folders to try, in this order, for records when FP8WATCH_DIR is not writable, full or on a network file
+    system."""
     digest = directory_digest(directory)
     state_home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     folders = [Path(state_home) / "fp8watch" / digest] if os.path.isabs(state_home) else []

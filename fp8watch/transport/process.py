@@ -1,8 +1,8 @@
-"""The embedded background process: started from the transport thread, watched, and restarted once.
+"""The embedded background process: started from the transport thread, watched, and restarted `restart_limit` times.
 
-It is started by `subprocess` in a session of its own, never by multiprocessing: a fork after CUDA initialisation breaks
-the child, and the children would inherit the rendezvous socket. The process watches us in the same way: it ends by
-itself when the trainer's sockets close (`fp8watch_agent.lifecycle`).
+It is started by `subprocess` in a new session, never by multiprocessing: a fork after CUDA initialisation breaks the
+child, and a forked child would inherit the rendezvous socket. The process exits by itself when the trainer's sockets
+close (`fp8watch_agent.lifecycle`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fp8watch.transport import places
 logger = logging.getLogger(__name__)
 
 _children: list[subprocess.Popen[bytes]] = []
-"""Children not reaped yet: `Popen` complains when it is collected while its process runs."""
+"""Children not reaped yet. `Popen` warns if it is garbage-collected while its process runs."""
 
 
 class AgentProcess:
-    """Starts `python -m fp8watch_agent --embedded` and says what became of it. Used by one thread."""
+    """Starts `python -m fp8watch_agent --embedded` and tells how it ended. Used by one thread."""
 
     def __init__(self, *, run: str, socket: Path, settings: Settings) -> None:
         self._run = run
@@ -37,16 +37,16 @@ class AgentProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, dead or alive; None before we have started it."""
+        """Process id, also after it has ended; None before the first start."""
         return None if self._process is None else self._process.pid
 
     @property
     def log(self) -> Path:
-        """Where its output goes."""
+        """File for the process's stdout and stderr."""
         return places.run_folder(self._settings.dir.absolute(), self._run) / "agent.log"
 
     def is_running(self) -> bool:
-        """Whether the process that was started last is alive."""
+        """Whether the last process is alive."""
         return self._process is not None and self._process.poll() is None
 
     def has_restarts_left(self) -> bool:
@@ -54,7 +54,7 @@ class AgentProcess:
         return self.num_starts <= self._settings.restart_limit
 
     def start(self) -> None:
-        """Start it. Raises `OSError`."""
+        """Start the process. Raises `OSError`."""
         self.num_starts += 1
         _reap()
         with self._open_log() as log:
@@ -71,7 +71,7 @@ class AgentProcess:
         logger.debug("started background process %s", self._process.pid)
 
     def ending(self) -> str:
-        """How the process ended, for a person."""
+        """How the process ended, as text for a message."""
         code = None if self._process is None else self._process.returncode
         if code is None:
             return "is running"
@@ -80,12 +80,12 @@ class AgentProcess:
         return f"exited with code {code}"
 
     def terminate(self) -> None:
-        """Ask it to end, because nobody will connect to it any more."""
+        """Send SIGTERM, because nobody will connect to the process any more."""
         if self._process is not None and self.is_running():
             self._process.terminate()
 
     def reap(self, timeout_seconds: float) -> None:
-        """Wait for its end, so that no zombie stays in a trainer that lives on after detaching."""
+        """Wait for the process to end, so that no zombie remains if the trainer lives on after detaching."""
         deadline = time.monotonic() + timeout_seconds
         while self.is_running() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -110,7 +110,7 @@ class AgentProcess:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             return self.log.open("ab")
         except OSError:
-            # The process itself reports an unwritable FP8WATCH_DIR, and keeps its store elsewhere.
+            # The process itself reports that FP8WATCH_DIR is not writable, and keeps its store elsewhere.
             return open(os.devnull, "ab")
 
 

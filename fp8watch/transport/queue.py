@@ -1,9 +1,8 @@
-"""What waits to be sent: two deques, filled by the training thread and emptied by the transport thread.
+"""The send queue: two deques, filled by the training thread and emptied by the transport thread.
 
-There is no lock: `deque.append` and `popleft` are atomic, so the training thread never waits for a thread that holds
-one. Frames are bounded, and the oldest is dropped first. Everything else (results, checkpoints, layouts, hello and
-goodbye) has room of its own, so that a burst of frames never pushes it out. The order in which messages were put is
-kept across both deques.
+`deque.append` and `popleft` are atomic, so there is no lock that the training thread could wait for. Frames are
+bounded, and the oldest is dropped first. All other messages (results, checkpoints, layouts, hello, goodbye) have their
+own deque, so that a burst of frames never pushes them out. The order of `put` is kept across both deques.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from fp8watch.records import StepFrame
 from fp8watch.transport.pending import Outgoing, PendingFrame
 
 MAX_KEPT = 4096
-"""Messages other than frames that are held; a run sends a handful in a hundred steps."""
+"""Most queued messages other than frames. A run sends a handful per hundred steps."""
 
 _Entry = tuple[int, Outgoing]
 
@@ -31,7 +30,7 @@ class OutgoingQueue:
         self._next_frame: _Entry | None = None
         self._next_kept: _Entry | None = None
         self.overflowed: Counter[str] = Counter()
-        """Messages pushed out, by the reason given to `put`; written by the producer only."""
+        """Number of dropped messages, by the reason given to `put`; written by the producer only."""
 
     def put(self, message: Outgoing, reason_when_full: str) -> None:
         """Add a message. When there is no room, the oldest of its kind is dropped and counted. Producer side."""
@@ -47,8 +46,7 @@ class OutgoingQueue:
 
     def take(self) -> Outgoing | None:
         """The oldest message, None when there is none. Consumer side."""
-        # Both heads are taken out before they are compared: one that was only looked at could be pushed out
-        # meanwhile.
+        # Both heads are removed before they are compared; otherwise the producer could drop them in between.
         if self._next_frame is None:
             self._next_frame = _popleft(self._frames)
         if self._next_kept is None:

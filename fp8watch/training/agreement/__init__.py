@@ -1,8 +1,8 @@
-"""Whether all ranks carry out the same commands at the same boundary.
+"""Agreement between ranks: all of them carry out a command at the same step boundary, or none does.
 
-`base` is what the step boundary talks to, and the answer for one process. For several, `rounds` is the protocol as a
-state machine without threads, sockets or torch, `all_ranks` runs it over a `transport`, and `join` brings the ranks
-together at attach. docs/actions.md, "Several ranks", tells what it promises.
+`base` is the interface used by the step boundary, with the implementation for one process. For several ranks, `rounds`
+is the protocol as a state machine without threads, sockets or torch; `all_ranks` runs it over a `transport`; `join`
+brings the ranks together at attach. The guarantees are in docs/actions.md, "Several ranks".
 """
 
 from fp8watch.training.agreement.all_ranks import AllRanks

@@ -1,7 +1,7 @@
-"""Runs the rounds over a transport: start at one boundary, wait at the next.
+"""Runs the rounds over a transport: a reduction is started at one boundary and waited for at the next.
 
-Waiting, and not polling, because ranks that poll may learn a result at different boundaries. A result that never
-comes ends acting on this rank; if this rank had voted for a command then, others may have begun it, and it stops.
+Ranks wait instead of polling, because ranks that poll may see a result at different boundaries. When a result is lost,
+this rank carries nothing out any more. If it had voted for a command, others may have begun it, so this rank stops.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fp8watch.training.agreement.transport import Pending, Transport, TransportL
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 10.0
-"""What detach waits for the others to hear that this rank leaves. Its last ballot is on its way also afterwards, as
-long as the process lives."""
+"""How long detach waits for the other ranks to learn that this one leaves. The last ballot is still sent after that,
+as long as the process lives."""
 
 
 def in_a_thread(work: Callable[[], None]) -> Callable[[float], None] | None:
-    """Start `work`; how to wait for it, or None when no thread can be had: the interpreter is going down."""
+    """Start `work` on a thread and return its `join`; None when no thread can be started at interpreter shutdown."""
     thread = threading.Thread(target=work, name="fp8watch-leave", daemon=True)
     try:
         thread.start()
@@ -44,7 +44,7 @@ def in_a_thread(work: Callable[[], None]) -> Callable[[float], None] | None:
 
 
 class AllRanks:
-    """The agreement of several ranks. Used on the training thread only, but for the drain."""
+    """The agreement of several ranks. Used on the training thread only, except for the drain."""
 
     is_joint = True
 
@@ -59,13 +59,13 @@ class AllRanks:
         stages: int = 1,
         aside: Callable[[Callable[[], None]], Callable[[float], None] | None] = in_a_thread,
     ) -> None:
-        """`verdicts` carries what is asked before an optimizer step, apart from the votes of the boundaries.
+        """`votes` is for the boundaries, `verdicts` for the questions before an optimizer step.
 
-        `wait_seconds`: after that a rank that has not come is given up. `stages` of a pipeline, on all ranks the same.
+        `wait_seconds`: a rank that takes longer is given up. `stages`: number of pipeline stages, equal on all ranks.
         """
         self.unavailable: str | None = None
         self.on_over: Callable[[str], None] = lambda reason: None
-        """Told once, with the reason, when nothing is voted on any more."""
+        """Called once with the reason when voting has ended."""
         self._rank, self._stages = rank, stages
         self._votes, self._verdicts = votes, verdicts
         self._wait_seconds = wait_seconds
@@ -117,7 +117,7 @@ class AllRanks:
             raise MustStop(f"whether the other ranks go on with {about} is not known: {error}") from error
 
     def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
-        """See `Agreement`. Nothing that takes a vote is ruled on at once."""
+        """See `Agreement`."""
         over = self._rounds.over
         if over is not None:
             return [Ruling(c.command, c.refusal or ("unavailable", over)) for c in candidates]
@@ -126,18 +126,17 @@ class AllRanks:
         return rulings
 
     def any_bad(self, is_bad: bool, *, may_act: bool) -> bool:
-        """Whether an update is to be left out on every rank: one rank's is bad, and all of them may act.
+        """Wait for whether every rank skips this update: it is bad on one rank, and all ranks may act.
 
-        Called before each optimizer step while updates may be skipped; waits. Raises `MustStop` when the others'
-        answer was lost.
+        Called before each optimizer step while updates may be skipped. Raises `MustStop` when the answer is lost.
         """
         reduced = self._ask(pack_verdict(is_bad=is_bad, may_act=may_act, stages=self._stages))
         return reduced is not None and bool(reduced[0]) and bool(reduced[1])
 
     def stage_norms(self, stage: int, norm: float) -> list[float] | None:
-        """The norm of every pipeline stage's gradients, from this stage's; None when the others cannot be asked.
+        """Wait for the gradient norm of every pipeline stage; `norm` is that of this one. None: voting has ended.
 
-        Called before each optimizer step while a clip limit of ours holds; waits. Raises `MustStop` as `any_bad`.
+        Called before each optimizer step while a clip limit of ours is in force. Raises `MustStop` like `any_bad`.
         """
         reduced = self._ask(pack_verdict(norm=(stage, norm), stages=self._stages))
         return None if reduced is None else read_norms(reduced)
@@ -152,7 +151,7 @@ class AllRanks:
             self._lost_verdict(str(error))
             return None
         if reduced[2]:
-            # The votes go on until their own last round, in which the leaving is counted.
+            # A rank leaves. The votes continue until the round that counts its leaving.
             self._is_verdict_over = True
             return None
         return reduced
@@ -179,7 +178,7 @@ class AllRanks:
         self._drain(pending, ballot, deadline)
 
     def _drain(self, pending: Pending | None, ballot: Ballot, deadline: float) -> None:
-        """Take part in what the others expect of this rank still, as one that carries nothing out."""
+        """Take part in the reductions that the other ranks still wait for, as a rank that carries nothing out."""
         is_asked = self._is_asked and not self._is_verdict_over
         verdict = pack_verdict(left=self._rank, stages=self._stages)
         last = [self._verdicts.start(verdict)] if is_asked else []
@@ -187,7 +186,7 @@ class AllRanks:
             if pending is not None:
                 ruling = self._rounds.count(pending.wait(self._wait_seconds))
                 if self._rounds.left is not None:
-                    return  # the others know already, and expect nothing more
+                    return  # the other ranks have ended voting too
                 if ruling is not None and ruling.refusal is None:
                     if asks_first(ruling.command):
                         self._votes.start(CANNOT).wait(self._wait_seconds)
@@ -212,7 +211,8 @@ class AllRanks:
             raise MustStop(f"{command.action} was voted for, and whether other ranks began it is not known: {reason}")
 
     def _lost_verdict(self, reason: str) -> None:
-        """Lost because a rank has left in order, which the votes tell, or for a reason that must stop this one."""
+        """Find out why a verdict is lost. If a rank has left in an orderly way, which the votes show, this rank goes on
+        without agreement; else it stops."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:

@@ -1,7 +1,7 @@
-"""What the step boundary asks: is this command carried out now, by everybody? And the answer for one process.
+"""Which commands all ranks carry out now: the interface of the step boundary, and its implementation for one process.
 
-A boundary first settles what the last one has put to the vote, carries it out, and confirms that everybody did;
-then it puts the next candidate to the vote.
+A boundary first reads the result of the vote that the previous boundary started, carries the command out, and compares
+the outcome over ranks. Then it starts the next vote.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fp8watch.records import Command
 
 Status = Literal["applied", "failed", "vetoed", "expired", "unavailable", "unknown"]
 Refusal = tuple[Status, str]
-"""What to answer instead of carrying a command out, and why."""
+"""Status and reason to answer with instead of carrying a command out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A command that waits on this rank; `refusal` None: this rank is ready to carry it out."""
+    """A command that waits on this rank. `refusal` None: this rank is ready to carry it out."""
 
     command: Command
     refusal: Refusal | None = None
@@ -28,17 +28,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """The end of a command's waiting; `refusal` None: it is carried out at this boundary, by every rank."""
+    """The decision on a command. `refusal` None: every rank carries it out at this boundary."""
 
     command: Command
     refusal: Refusal | None = None
 
 
 class Fate(IntEnum):
-    """What became of a command on this rank. The order matters: ranks take the lowest."""
+    """Outcome of a command on this rank. The order matters: the minimum over ranks is taken."""
 
     UNKNOWN = 0
-    """It failed in a way that no action promises: what was changed is not known."""
+    """It failed unexpectedly, so it is not known what was changed."""
     FAILED = 1
     """It failed with nothing changed."""
     DONE = 2
@@ -46,20 +46,20 @@ class Fate(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """What became of a command on all ranks, and what this rank has to do about it."""
+    """Outcome of a command over all ranks, and what this rank has to do next."""
 
     verdict: Literal["same", "undo", "stop"]
-    """same: every rank is where this one is. undo: another rank failed, so take it back here. stop: nobody knows
-    whether the ranks are in the same state, so no further optimizer step is made."""
+    """same: all ranks are in the same state. undo: another rank failed, so revert the command here. stop: ranks may be
+    in different states, so this one must not make another optimizer step."""
     detail: str = ""
 
 
 ASK_FIRST = frozenset({"rollback"})
-"""Actions that cannot be taken back: ranks ask each other whether they can before anything is overwritten."""
+"""Actions that cannot be reverted. All ranks check that they can carry one out before any overwrites anything."""
 
 
 def asks_first(command: Command) -> bool:
-    """Whether questions come before it is carried out (`fp8watch.actions.joint`)."""
+    """Whether ranks ask each other first (`fp8watch.actions.joint`)."""
     return command.verb == "apply" and command.action in ASK_FIRST
 
 
@@ -67,77 +67,77 @@ class Agreement(Protocol):
     """Decides at each boundary which verified commands all ranks carry out now."""
 
     unavailable: str | None
-    """Why nothing can be agreed upon in this run; None: it can."""
+    """Why no command can be carried out in this run; None: commands can be."""
     is_joint: bool
-    """Whether others take part: then every boundary counts, also one with nothing to do."""
+    """Whether other ranks take part. If so, every boundary has to be run, also one without commands."""
 
     def settle(self, step: int) -> Ruling | None:
-        """What came of the last boundary's vote; waits for it. Raises `MustStop`."""
+        """Wait for the result of the previous boundary's vote. None: no command was decided. Raises `MustStop`."""
 
     def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
-        """Compare what carrying out a command came to; waits. `can_undo`: it could be taken back here."""
+        """Wait for the outcome of a command on all ranks. `can_undo`: it can be reverted on this rank."""
 
     def lowest(self, answer: int, about: str) -> int:
-        """The lowest of all ranks' answers to a question that all of them are asked now; waits. 0 when they speak of
-        different things. Raises `MustStop` when it will never be known."""
+        """Wait for the lowest answer of all ranks to a question that each of them asks now. 0 when `about` differs
+        between ranks. Raises `MustStop` when the answers are lost."""
 
     def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
-        """Put what waits, in the order of its numbers, to the vote; what is ruled upon at once."""
+        """Start the next vote; commands come up in the order of their numbers. Returns decisions that need no vote."""
 
     def abandon(self, reason: str) -> None:
-        """This rank cannot take part any more: let no other rank wait for it."""
+        """End this rank's part after an error, so that no other rank waits for it."""
 
     def leave(self, step: int) -> None:
-        """No further boundary follows after `step` updates: say so to the others, without waiting."""
+        """Tell the other ranks, without waiting, that this one runs no boundary after `step` updates."""
 
     def close(self) -> None:
-        """Wait, within limits, until what is under way has reached the others."""
+        """Wait, within limits, until the other ranks have received what was sent."""
 
 
 class MustStop(Exception):
-    """Other ranks may have carried out what this one has not: it must not make another optimizer step."""
+    """Other ranks may have carried out a command that this one has not: no further optimizer step may be made."""
 
 
 class SingleProcess:
-    """One process agrees with itself, at once."""
+    """The agreement of a run with one process: every command is decided at once."""
 
     unavailable: str | None = None
     is_joint = False
 
     def settle(self, step: int) -> Ruling | None:
-        """Nothing is ever put off."""
+        """None: `due` decides everything."""
         return None
 
     def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
-        """There is nobody to differ from."""
+        """Always `same`."""
         return Joint("same")
 
     def lowest(self, answer: int, about: str) -> int:
-        """This one's."""
+        """This rank's answer."""
         return answer
 
     def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
-        """All of them, what is refused first."""
+        """All candidates, refused ones first."""
         rulings = [Ruling(candidate.command, candidate.refusal) for candidate in candidates]
         return sorted(rulings, key=lambda ruling: ruling.refusal is None)
 
     def abandon(self, reason: str) -> None:
-        """Nobody waits."""
+        """Nothing to do."""
 
     def leave(self, step: int) -> None:
-        """Nobody waits."""
+        """Nothing to do."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing to do."""
 
 
 class ObserveOnly(SingleProcess):
-    """Nothing is ever carried out: for `reason`, or (None) because this run's policy only observes."""
+    """Refuses every command. `reason` None: the run's policy only observes."""
 
     def __init__(self, reason: str | None) -> None:
         self.unavailable = reason
 
     def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
-        """None of them."""
+        """A refusal of every candidate."""
         reason = self.unavailable or "this run only observes"
         return [Ruling(c.command, c.refusal or ("unavailable", reason)) for c in candidates]

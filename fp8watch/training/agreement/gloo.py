@@ -1,7 +1,7 @@
-"""Reductions over gloo, on a group of our own.
+"""Reductions over gloo, on our own process group.
 
-The group is made from a store directly and not by `torch.distributed.new_group`, which every rank would have to call,
-and which numbers groups: with a watch on some ranks only, the user's own groups would no longer match.
+The group is made directly from a store, not by `torch.distributed.new_group`. That would have to be called on every
+rank, and it numbers groups: with a watch on some ranks only, the user's own groups would no longer match.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import torch.distributed as dist
 from fp8watch.training.agreement.transport import Pending, Transport, TransportLost
 
 _c10d: Any = dist
-"""What torch gives wrong types for, or none."""
+"""The parts of torch with wrong type hints or none."""
 
 SLICE_SECONDS = 2.0
-"""A wait is cut into pieces, between which an interrupt from the keyboard is heard."""
+"""A wait is cut into slices of this length, so that KeyboardInterrupt is handled between them."""
 
 
 def shorten(error: BaseException) -> str:
-    """What gloo says, without the place in its source and its advice."""
+    """gloo's message without its source location and advice, at most 200 characters."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^]]*\]\s*", "", line).split(". This is typically")[0][:200]
 
 
 class GlooPending:
-    """One all-reduce under way."""
+    """One all-reduce that was started."""
 
     def __init__(self, work: Any, values: torch.Tensor, error: str) -> None:
         self._work, self._values, self._error = work, values, error
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, one way or the other."""
+        """Whether it has ended, with or without an error."""
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self, seconds: float) -> list[int]:
@@ -57,7 +57,7 @@ class GlooPending:
                     if left > 0:
                         continue
                     raise TransportLost(f"a rank did not come within {seconds:g} s") from None
-                # The group's connections close when nothing refers to it any more, and this does.
+                # The work refers to the group, whose connections close only when nothing refers to it.
                 self._work, self._error = None, _why(error, seconds)
         if self._error:
             raise TransportLost(self._error)
@@ -65,14 +65,15 @@ class GlooPending:
 
 
 def _why(error: RuntimeError, seconds: float) -> str:
-    """gloo has the same patience as we, and on a busy machine it may be the first to say so."""
+    """The reason for an error. gloo has the same timeout as we do, and its timeout may come first."""
     if "timed out" in str(error).lower():
         return f"a rank did not come within {seconds:g} s"
     return f"a rank is gone ({shorten(error)})"
 
 
 class GlooTransport:
-    """A gloo group of `ranks` processes. Making it is a collective call; raises `RuntimeError` when one is missing."""
+    """A gloo group of `ranks` processes. The constructor is a collective call. It raises `RuntimeError` when a rank
+    does not take part within `seconds`."""
 
     def __init__(self, store: Any, rank: int, ranks: int, *, seconds: float) -> None:
         self._group: Any = _c10d.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
@@ -99,14 +100,14 @@ class GlooTransport:
         group, self._group = self._group, None
         last, self._last = self._last, None
         if group is not None and last is not None and not last.is_done:
-            # A group is not destroyed before its work is done, and the destructor would wait for it: never free it.
+            # The destructor would wait for the work to end, so the group is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class TwoLevels:
-    """Reduces within the node first, between one leader a node then, and hands the result back within the node.
+    """Reduces within each node, then over one leader per node, then distributes the result within each node.
 
-    The three steps follow one another on a thread, so that starting one never waits.
+    The three steps run on a thread, so that `start` never waits.
     """
 
     def __init__(self, local: Transport, leaders: Transport | None, *, seconds: float) -> None:
@@ -127,7 +128,7 @@ class TwoLevels:
             found = self._local.start(values).wait(self._seconds)
             if self._leaders is not None:
                 found = self._leaders.start(found).wait(self._seconds)
-            # The minimum of the node's own and of all nodes' is that of all nodes.
+            # The leader contributes the minimum of all nodes, which is also the minimum within the node.
             return self._local.start(found).wait(self._seconds)
         except TransportLost:
             self._close_groups()

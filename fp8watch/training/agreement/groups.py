@@ -1,9 +1,9 @@
-"""Which ranks belong together: what `mesh=` of attach says of how the model is cut up.
+"""Tensor-parallel and pipeline-parallel ranks, read from `mesh=` of attach.
 
-Ranks of tensor parallelism hold parts of one tensor, so that under delayed scaling they have to use one scale and to
+Tensor-parallel ranks hold shards of one tensor. Under delayed scaling they have to use the same scale, and they have to
 run a module in the same precision; `fp8watch.detect.rank_mismatch` compares what they report. Pipeline stages hold
-different modules, so that the norm of all gradients is that of all stages together. Every other dimension (data,
-sharded data, context, experts) tells us nothing that is not seen already.
+different modules, so the global gradient norm is taken over all stages. Other dimensions (data, FSDP shards, context,
+experts) are not needed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 TENSOR = frozenset({"tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel"})
-"""Names of dimensions whose ranks hold parts of one tensor (torchtitan and Megatron Core: `tp`)."""
+"""Names of tensor-parallel dimensions (torchtitan and Megatron Core: `tp`)."""
 PIPELINE = frozenset({"pp", "pipe", "pipeline", "pipeline_parallel", "stage"})
-"""Names of dimensions whose ranks hold different stages (torchtitan and Megatron Core: `pp`)."""
+"""Names of pipeline-parallel dimensions (torchtitan and Megatron Core: `pp`)."""
 WANTED = (
     "a DeviceMesh with named dimensions is wanted, a process group of the ranks that share tensors, or a mapping from "
     'names to process groups ({"tp": ..., "pp": ...})'
@@ -27,30 +27,30 @@ WANTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups:
-    """Where this rank stands."""
+    """This rank's tensor-parallel group and pipeline stage."""
 
     tensor: tuple[int, ...] = ()
-    """Global ranks that hold parts of the same tensors, this one among them; empty: not told, or alone."""
+    """Global ranks of the tensor-parallel group, including this rank; empty: unknown, or this rank alone."""
     stage: int = 0
-    """Which pipeline stage this rank holds."""
+    """Index of this rank's pipeline stage."""
     stages: int = 1
     pipeline: Any | None = None
     """Process group over the stages (one rank of each); None: there is one stage."""
     remark: str = ""
-    """What of `mesh=` is not used, for the person who trains."""
+    """Message to the user about what in `mesh=` is not used."""
 
 
 ALONE = RankGroups()
-"""Nothing is known."""
+"""No group is known."""
 
 
 def read_groups(mesh: Any) -> RankGroups:
-    """What a `mesh=` says; of what cannot be used, `remark` says why."""
+    """The groups in `mesh`. If part of it cannot be used, `remark` says why."""
     if mesh is None:
         return ALONE
     if not dist.is_available() or not dist.is_initialized():
         return RankGroups(remark="mesh= is not used: torch.distributed is not initialised")
-    if type(mesh) is int and mesh == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives a rank outside of it
+    if type(mesh) is int and mesh == dist.GroupMember.NON_GROUP_MEMBER:  # `new_group` on a non-member
         return ALONE
     try:
         if isinstance(mesh, Mapping):
@@ -60,14 +60,14 @@ def read_groups(mesh: Any) -> RankGroups:
         if not isinstance(mesh, DeviceMesh):
             return RankGroups(remark=f"mesh= is not used: {WANTED}, got {type(mesh).__name__}")
         return _of_mesh(mesh)
-    except (RuntimeError, ValueError) as error:  # slices and groups that torch does not give
+    except (RuntimeError, ValueError) as error:  # torch cannot slice the mesh or give the group
         return RankGroups(remark=f"mesh= is not used: {error}")
 
 
 def doubled_roles(mesh: Any) -> str | None:
-    """Why a mapping is not one way to cut a model up: two groups go by names of the same role. None: it is, or is none.
+    """The error in a mapping with two groups of the same role, which are ambiguous. None: no error, or no mapping.
 
-    Of a device mesh two dimensions may well share tensors; of two process groups nobody can tell which is meant.
+    Two dimensions of a device mesh may both be tensor-parallel: they combine into one group.
     """
     if not isinstance(mesh, Mapping):
         return None
@@ -83,7 +83,7 @@ def doubled_roles(mesh: Any) -> str | None:
 
 
 def _is_one(group: Any) -> bool:
-    """Whether this rank is in the group that stands there."""
+    """Whether this rank is a member of `group`."""
     return group is not None and not (type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER)
 
 

@@ -1,7 +1,7 @@
-"""Bringing the ranks of a run together at attach: who acts, under which policy, from which attempt on.
+"""Brings the ranks of a run together at attach: whether they act, under which policy, and from which attempt on.
 
-Every rank leaves a note in the job's own store and reads the others'. All read the same notes, so all come to the
-same answer; a rank that never attaches is waited for within a limit, then the run is only observed.
+Every rank writes a note to the job's store and reads the notes of all others. As all read the same notes, all come to
+the same result. If a rank does not attach within a limit, the run is only observed.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from fp8watch.training.agreement.transport import Transport
 logger = logging.getLogger(__name__)
 
 TWO_LEVELS_ABOVE = 64
-"""Ranks in one group: above, a node's ranks meet first and one leader a node goes on."""
+"""Largest number of ranks in one group. Larger runs on several nodes use `TwoLevels`."""
 
 _c10d: Any = dist
-"""What torch gives no types for."""
+"""The parts of torch without type hints."""
 
 STALE = (
     "the job's store holds what an earlier start of it has written, so that ranks may take the words of ranks that are "
     "gone for those of each other: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun restarts them"
 )
 _meetings = itertools.count()
-"""Attaches of this process: all ranks attach equally often, or do not find each other."""
+"""Counts the attaches of this process. All ranks must attach equally often to find each other."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the others."""
+    """What a rank tells the others at attach."""
 
     rank: int
     host: str
     run: str
     attempt: int
-    """The attempt it would begin."""
+    """The attempt that the rank would begin. The highest of all ranks is used."""
     acts: bool
-    """False: its policy only observes."""
+    """False: the rank's policy only observes."""
     policy: str
     """Digest of all that must be the same on every rank."""
     modules: str = ""
-    """Digest of the names of its FP8 modules."""
+    """Digest of the names of the rank's FP8 modules."""
     start: str = ""
-    """What it would call this start; all go by the name that rank 0 gives."""
+    """The rank's proposal for the name of this start. Rank 0's is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +70,21 @@ class Joined:
     agreement: Agreement
     attempt: int
     peers: Peers | None = None
-    """How ranks talk outside of step boundaries; None: one rank, or they cannot."""
+    """Exchange between ranks outside of step boundaries; None: there is one rank, or no store."""
     elsewhere: tuple[str, ...] = ()
     """FP8 modules that other ranks hold and this one does not (pipeline stages, experts)."""
     start: str = ""
-    """Name of this start, the same on all ranks and never used before (`Hello.start`); empty: they do not act together.
-    Commands name it, so that none is carried out in a later start, however alike the two are."""
+    """Name of this start, the same on all ranks and never used before (`Hello.start`); empty: the ranks do not act
+    together. Commands carry it, so that none is carried out in a later start."""
 
 
 def new_start() -> str:
-    """A name for a start that none has had before."""
+    """A new name for a start, never used before."""
     return secrets.token_hex(16)
 
 
 def policy_digest(*parts: object) -> str:
-    """Of what has to be the same on every rank for standing rules to hold on all of them alike."""
+    """Hash of what has to be the same on every rank, so that standing rules take effect on all of them alike."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -98,9 +98,10 @@ def join(
     modules: Sequence[str] = (),
     groups: RankGroups = ALONE,
 ) -> Joined:
-    """The agreement that fits this run. With several ranks and a policy that acts, waits for the other ranks.
+    """The agreement for this run. With several ranks and a policy that acts, waits for the other ranks.
 
-    `modules`: names of this rank's FP8 modules.
+    `attempt`: the attempt that this rank would begin. `modules`: names of this rank's FP8 modules. Raises nothing: if
+    the ranks do not meet, the agreement is `ObserveOnly` with the reason.
     """
     if identity.world_size == 1:
         return Joined(agreement=SingleProcess(), attempt=attempt, start=new_start())
@@ -123,7 +124,7 @@ def join(
         if _is_known(store, f"note/{identity.rank}"):
             logger.warning("fp8watch: %s", STALE)
         peers = Peers(store, identity.rank, identity.world_size)
-        if acts:  # before the note, so that whoever has read the note finds it
+        if acts:  # before the note, because ranks that have read the note read this too
             store.set(f"modules/{note.modules}", msgspec.json.encode(list(modules)).decode())
         store.set(f"note/{identity.rank}", msgspec.json.encode(note).decode())
         if not acts:
@@ -152,7 +153,7 @@ def join(
 
 
 def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:
-    """Why ranks that left these notes cannot act together; None: they can."""
+    """Why ranks with these notes cannot act together; None: they can."""
     observer = next((note for note in notes if not note.acts), None)
     if observer is not None:
         return f"several ranks: the policy of rank {observer.rank} only observes"
@@ -168,7 +169,10 @@ def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:
 def transport(
     store: Any, name: str, notes: Sequence[Note], rank: int, *, seconds: float, flat_up_to: int = TWO_LEVELS_ABOVE
 ) -> Transport:
-    """Groups for these ranks: one, or above `flat_up_to` ranks on several nodes one a node and one of leaders."""
+    """One group for all ranks; with more than `flat_up_to` ranks on several nodes, a group per node and one of leaders.
+
+    A collective call. Raises `RuntimeError` when a rank does not take part within `seconds`.
+    """
     hosts: dict[str, list[int]] = {}
     for note in notes:
         hosts.setdefault(note.host, []).append(note.rank)
@@ -186,7 +190,7 @@ def transport(
 
 
 def _elsewhere(store: Any, notes: Sequence[Note], modules: Sequence[str]) -> tuple[str, ...]:
-    """What other ranks hold; each list is read once, however many ranks have it. Raises what a store raises."""
+    """FP8 modules that only other ranks hold. Each distinct list is read once. Raises what a store raises."""
     found: dict[str, None] = {}
     for digest in dict.fromkeys(note.modules for note in notes if note.acts):
         found |= dict.fromkeys(msgspec.json.decode(store.get(f"modules/{digest}"), type=list[str]))
@@ -198,7 +202,7 @@ class _NotTogether(Exception):
 
 
 def _is_known(store: Any, key: str) -> bool:
-    """Whether somebody has set it; of a store that cannot be asked nobody knows."""
+    """Whether `key` is set; False also when the store cannot be asked."""
     try:
         return bool(store.check([key]))
     except Exception as error:
@@ -207,13 +211,13 @@ def _is_known(store: Any, key: str) -> bool:
 
 
 def _may_be_restarted() -> bool:
-    """Whether torchrun starts the ranks, perhaps again and in the store that it kept: then each start is given a name.
-    Its count of restarts is none: it counts a node's own failures, not starts. The same answer on all ranks."""
+    """Whether torchrun runs the ranks. It may restart them with the same store, so each start needs a name. Its restart
+    count cannot serve as one: it counts a node's own failures, not starts. All ranks get the same answer."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _store(meeting: str) -> Any:
-    """The job's store, under a name of our own."""
+    """The job's default store with the prefix `meeting`. Raises `_NotTogether` when there is none."""
     if not dist.is_available() or not dist.is_initialized():
         raise _NotTogether("several ranks: torch.distributed is not initialised, so they cannot agree")
     found = getattr(dist.distributed_c10d, "_get_default_store", None)

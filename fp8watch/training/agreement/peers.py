@@ -1,7 +1,7 @@
-"""What ranks tell each other outside of the step boundaries: a word from each, read by all, through the job's store.
+"""Exchange of strings between ranks through the job's `torch.distributed.Store`, outside of step boundaries.
 
-For what happens once and may take long, such as a resume; also in a run whose policy only observes, where no group
-for votes is made.
+Used for rare, slow events such as a resume. It also works in a run whose policy only observes, which has no group for
+votes.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import torch.distributed as dist
 from fp8watch.training.agreement.start import Start
 
 _c10d: Any = dist
-"""What torch gives no types for."""
+"""The parts of torch without type hints."""
 
 
 logger = logging.getLogger(__name__)
 
 BEGIN_SECONDS = 120.0
-"""What a save that needs all ranks waits for them: one may look at its losses for a while before it comes."""
+"""How long a save that needs all ranks waits for them. A rank may check its losses for a while before it saves."""
 IMPATIENT_SECONDS = 10.0
-"""The same, once not all have come."""
+"""The same after a save that not all ranks came to."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.05
-"""Between looks for a decision, which is there in milliseconds where ranks save at one step."""
+"""Pause between polls for a decision, which takes milliseconds when ranks save at the same step."""
 _ALL = "all"
 _NOT_ALL = "not all ranks came to it"
 
 
 class PeersLost(Exception):
-    """A rank did not say its word in time, or the store is gone."""
+    """A rank did not answer in time, or the store is gone."""
 
 
 class Peers:
-    """All ranks call `exchange` equally often and in the same order."""
+    """One rank's access. All ranks call `exchange` equally often and in the same order."""
 
     def __init__(self, store: Any, rank: int, ranks: int, start: Start | None = None) -> None:
-        """`store`: a `torch.distributed.Store` of our own name space. `start`: to be named before the first word,
-        where the store is one of earlier starts too."""
+        """`store`: a `torch.distributed.Store` with our prefix. `start`: for a store that outlives a restart; its name
+        becomes part of the prefix at the first use."""
         self._store, self._rank, self._ranks = store, rank, ranks
         self._start = start
         self._count = 0
         self._begin_seconds = BEGIN_SECONDS
 
     def all_begin(self, about: str, cannot: str) -> str:
-        """See `fp8watch.checkpoints.together.Together`. The last to come, or the first that cannot or has waited in
-        vain, decides for all: who comes later finds the decision."""
+        """See `fp8watch.checkpoints.together.Together`. The last rank to arrive decides for all, or the first that
+        cannot begin or times out. Ranks that arrive later find the decision."""
         seconds, verdict = self._begin_seconds, f"begin/{about}/verdict"
         try:
             store = self._named_store(seconds)
@@ -64,12 +64,12 @@ class Peers:
         if said == _ALL:
             self._begin_seconds = BEGIN_SECONDS
             return ""
-        if said.startswith(_NOT_ALL):  # who did not come once may not come the next time
+        if said.startswith(_NOT_ALL):  # a missing rank may be missing again
             self._begin_seconds = IMPATIENT_SECONDS
         return said
 
     def decline(self, reason: str) -> None:
-        """This rank saves no checkpoints. Told at once, to whom it may concern; raises nothing."""
+        """Publish that this rank saves no checkpoints. Raises nothing. Does nothing before the start has a name."""
         try:
             if self._start is None:
                 self._store.set("declined", f"rank {self._rank}: {reason}")
@@ -86,7 +86,7 @@ class Peers:
             return ""
 
     def exchange(self, word: str, seconds: float) -> list[str]:
-        """Say a word and wait for those of all ranks, in their order. Raises `PeersLost`."""
+        """Publish `word` and wait up to `seconds` for the words of all ranks, in rank order. Raises `PeersLost`."""
         self._count += 1
         keys = [f"word/{self._count}/{rank}" for rank in range(self._ranks)]
         try:
@@ -104,8 +104,8 @@ class Peers:
 
 
 def _comes(store: Any, key: str, seconds: float) -> bool:
-    """Whether a key is set within that time. Looked for again and again: a store that is waited at answers no other
-    thread of this process, and torch has threads that ask it."""
+    """Whether `key` is set within `seconds`. Polls, because a blocking wait on a store keeps other threads of this
+    process, torch's own included, from using it."""
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
     while not store.check([key]):
         if time.monotonic() >= deadline:

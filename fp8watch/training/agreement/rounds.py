@@ -1,18 +1,16 @@
-"""The protocol by which all ranks carry out a command at one boundary, or none does. Pure: no clock, no wire, no torch.
+"""The protocol by which all ranks carry out a command at one boundary, or none does. Pure: no clock, network or torch.
 
-Every rank casts one ballot at each boundary: the number of the command it would begin, and whether it refuses it.
-The ballots are reduced element by element to their minimum; the result is known at the next boundary, and is the same
-on every rank that learns it. A command is carried out when every rank named it, with the same content, and none
-refused. A ballot that was cast binds: a rank that has voted for a command carries it out at the next boundary,
-whatever it has learnt since.
+At each boundary every rank casts one ballot: the number of the command it would begin, and whether it refuses it. The
+ballots are reduced to their element-wise minimum. The result is known at the next boundary and is the same on every
+rank that receives it. A command is carried out when every rank named it, with the same content, and none refused it.
+A ballot is binding: a rank that voted for a command carries it out at the next boundary, whatever it has learnt since.
 
-Why ranks must name the same number, and not only "all up to": a controller that was restarted numbers anew under a
-higher term, so a rank that missed a command cannot know that it did.
+Ranks must name the same number; "all commands up to number n" would not do. A restarted controller numbers its commands
+anew under a higher term, so a rank cannot know that it has missed one.
 
-A rank names the lowest number that waits with it. Where all ranks name one and they differ, the rank that named the
-highest holds nothing below it, so that nothing below it can be agreed on: in the next round all name their lowest from
-there on. A command that never comes to one rank is so overtaken by the next one that all ranks hold, and does not keep
-that one waiting until it expires.
+A rank names the lowest number that it holds. If all ranks name one and the numbers differ, the rank with the highest
+holds none below it. So no lower number can be agreed on, and in the next round all ranks name their lowest number from
+the highest one on. A command that never reaches one rank therefore does not block the next command that all ranks hold.
 """
 
 from __future__ import annotations
@@ -28,24 +26,25 @@ from fp8watch.records import Command
 from fp8watch.training.agreement.base import Candidate, Fate, Joint, Ruling
 
 _DIGEST_BITS = 62
-"""Digests are compared as signed 64-bit numbers, negated too."""
+"""Digests are compared as signed 64-bit numbers, which also have to be negated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """What one rank says in one round."""
+    """One rank's vote in one round."""
 
     rank: int
     step: int
-    """Updates done at the boundary at which it is cast: ranks that count differently agree on nothing."""
+    """Updates done at the boundary of this ballot. Ranks with different step counts cannot agree."""
     key: int = 0
-    """`number` of the command it would begin; 0: none."""
+    """`number` of the command that the rank would begin; 0: none."""
     digest: int = 0
     is_refused: bool = False
     is_leaving: bool = False
 
     def pack(self) -> list[int]:
-        """Eight 64-bit numbers to be reduced to their minimum over ranks."""
+        """Eight int64 numbers, to be reduced to their minimum over ranks. A number and its negative give both the
+        minimum and the maximum."""
         return [
             self.key, -self.key, self.digest, -self.digest, self.step, -self.step,
             -(self.rank + 1) if self.is_refused else 0, -(self.rank + 1) if self.is_leaving else 0,
@@ -54,23 +53,22 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """The minimum over all ranks' ballots, read back."""
+    """The result of a round: the minimum over all ballots."""
 
     key: int
     """The number that every rank named; 0: they named different ones, or none."""
     gap: int
-    """The highest number that a rank named, where every rank named one and they differ: below it there is nothing that
-    all of them hold. 0 else."""
+    """The highest number named, if every rank named one and they differ: no lower command is on all ranks. Else 0."""
     is_same_content: bool
     is_same_step: bool
     refused_by: int | None
-    """Highest rank that refuses what it named."""
+    """The highest rank that refuses the command that it named."""
     left: int | None
-    """Highest rank that leaves."""
+    """The highest rank that leaves."""
 
     @classmethod
     def read(cls, reduced: Sequence[int]) -> Tally:
-        """From the reduced numbers of `Ballot.pack`."""
+        """Unpack the reduced numbers of `Ballot.pack`."""
         low, high, digest, digest_high, step, step_high, refused, leaving = reduced
         return cls(
             key=low if low == -high else 0,
@@ -83,19 +81,19 @@ class Tally:
 
 
 def number(command: Command) -> int:
-    """Term and sequence as one number, in the order in which commands are given."""
+    """Term and sequence as one number, in the order in which the controller issues commands."""
     return (command.term << 32) | command.sequence
 
 
 def digest(command: Command) -> int:
-    """Of all that a command says; never 0."""
+    """Hash of all fields of a command; never 0."""
     content = msgspec.json.encode(command, order="deterministic")
     found = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
     return found >> (64 - _DIGEST_BITS) | 1
 
 
 class Rounds:
-    """One rank's side of the rounds. `vote` and `count` alternate, until `over` says why there are no more."""
+    """One rank's side of the rounds. `vote` and `count` alternate until `over` is set."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -104,17 +102,17 @@ class Rounds:
         self._start = 0
         self._ruled: set[int] = set()
         self.over: str | None = None
-        """Why nothing is voted on any more; None: it is."""
+        """Why voting has ended; None: it has not."""
         self.is_open = False
-        """Whether a ballot was cast whose round was not counted yet."""
+        """Whether a ballot was cast and its round is not counted yet."""
         self.left: int | None = None
-        """The rank whose leaving ended the rounds."""
+        """The rank that ended the rounds by leaving."""
 
     def vote(self, candidates: Sequence[Candidate], step: int) -> tuple[Ballot, list[Ruling]]:
-        """The ballot of the boundary after `step` updates, and what needs no vote.
+        """The ballot of the boundary after `step` updates, and the decisions that need no vote.
 
-        Needs no vote: what has expired (every rank counts the same steps), what was ruled on before and is only
-        repeated, what was overtaken, and commands of a term that a newer one has ended.
+        These refuse commands that have expired (every rank counts the same steps), were decided before, were overtaken
+        by a later command, or are of an older term than another candidate.
         """
         rulings, left = [], []
         newest = max((c.command.term for c in candidates), default=0)
@@ -142,10 +140,10 @@ class Rounds:
         return ballot, rulings
 
     def count(self, reduced: Sequence[int]) -> Ruling | None:
-        """The end of a round: what it has ruled on the command named, None when that goes on waiting."""
+        """End a round. Returns the decision on this rank's command, or None when that waits on."""
         tally, named = Tally.read(reduced), self._named
         self._named, self.is_open = None, False
-        # Back to the lowest after each round without a gap: what was missing may have come meanwhile.
+        # Without a gap, start again at the lowest: a missing command may have arrived.
         self._start = tally.gap
         if tally.left is not None:
             self.left = tally.left
@@ -166,9 +164,9 @@ class Rounds:
         return Ruling(named.command)
 
     def lose(self, reason: str) -> Command | None:
-        """A round's result will never be known here: no more rounds. The command that others may begin now, if any.
+        """End voting because a round's result is lost. Returns the command that other ranks may begin now, if any.
 
-        Only a command that this rank has voted for can be begun by others.
+        That can only be one that this rank has voted for.
         """
         named = self._named
         self._named, self.is_open = None, False
@@ -176,29 +174,29 @@ class Rounds:
         return named.command if named is not None and named.refusal is None else None
 
     def leave(self, step: int) -> Ballot:
-        """The last ballot of a rank that makes no further step; it belongs to the boundary after `step` updates."""
+        """The last ballot of a rank that makes no further step. It is for the boundary after `step` updates."""
         self.over = self.over or "this rank has left the run"
         return Ballot(rank=self._rank, step=step, is_leaving=True)
 
 
 def pack_fate(rank: int, fate: Fate, *, can_undo: bool) -> list[int]:
-    """Four numbers to be reduced to their minimum over ranks."""
+    """Outcome of a command: four int64 numbers, to be reduced to their minimum over ranks."""
     return [fate, -fate, 1 if can_undo or fate != Fate.DONE else 0, -(rank + 1) if fate != Fate.DONE else 0]
 
 
 def pack_answer(answer: int, about: str) -> list[int]:
-    """Four numbers to be reduced to their minimum over ranks."""
+    """Answer to a question: four int64 numbers, to be reduced to their minimum over ranks."""
     topic = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=8).digest(), "big") >> (64 - _DIGEST_BITS) | 1
     return [answer, topic, -topic, 0]
 
 
 def read_answer(reduced: Sequence[int]) -> int:
-    """The lowest answer, from the reduced numbers of `pack_answer`; 0 when ranks spoke of different things."""
+    """The lowest answer, from the reduced numbers of `pack_answer`; 0 when ranks answered different questions."""
     return reduced[0] if reduced[1] == -reduced[2] else 0
 
 
 NOBODY = 2**63 - 1
-"""In a place of a verdict that another rank fills in: it changes no minimum."""
+"""Placeholder for the norm of another stage: the largest int64, so that any norm replaces it. Reads as NaN."""
 
 
 def pack_verdict(
@@ -209,11 +207,11 @@ def pack_verdict(
     norm: tuple[int, float] | None = None,
     stages: int = 1,
 ) -> list[int]:
-    """What is said before an optimizer step, to be reduced to the minimum over ranks: three numbers, and in a pipeline
-    one for each stage.
+    """What ranks exchange before an optimizer step: three int64 numbers, and in a pipeline one more per stage, to be
+    reduced to their minimum over ranks.
 
-    `left`: this rank, which leaves. `norm`: (stage, norm of its gradients); a norm is not negative, so its bits are in
-    the order of the numbers, with infinity and then NaN above all.
+    `left`: this rank, if it leaves. `norm`: (stage, norm of its gradients). The bits of non-negative floats compare as
+    the floats do, with infinity and then NaN above all numbers.
     """
     places = [NOBODY] * stages if stages > 1 else []
     if norm is not None and places:
@@ -222,19 +220,19 @@ def pack_verdict(
 
 
 def read_norms(reduced: Sequence[int]) -> list[float]:
-    """The norm of each stage, from the reduced numbers of `pack_verdict`; NaN where no rank of a stage said one."""
+    """The norm of each stage, from the reduced numbers of `pack_verdict`; NaN if no rank of the stage gave one."""
     return [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in reduced[3:]]
 
 
 CANNOT = [0, 0, 0, 0]
-"""What a rank answers to any question that takes no part any more."""
+"""Answer of a leaving rank to any question: it cannot take part."""
 
 ABSTAINS = [int(Fate.DONE), -int(Fate.UNKNOWN), 1, 0]
-"""What a rank says that leaves and carries nothing out any more: it changes no minimum."""
+"""Outcome reported by a leaving rank, which carries nothing out: it changes no minimum."""
 
 
 def compare(fate: Fate, reduced: Sequence[int]) -> Joint:
-    """What a rank with this fate has to do, from the reduced numbers of `pack_fate`."""
+    """What a rank with this outcome has to do, from the reduced numbers of `pack_fate`."""
     lowest, highest = reduced[0], -reduced[1]
     if lowest == highest or (lowest == fate == Fate.DONE):
         return Joint("same")

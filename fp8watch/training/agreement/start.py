@@ -1,10 +1,10 @@
-"""A name for this start of the job that all its ranks know and no earlier start had.
+"""A name for this start of the job: the same on all of its ranks, and never used by an earlier start.
 
-torchrun gives restarted ranks the store of those before them, with all that they wrote, and nothing tells the starts
-apart: each node counts its own failures only (pytorch issue 135712). So the ranks find a name together. Each has a
-number of its own that was never used before; rank 0 calls every number that it finds, those of ranks that are gone
-included, and the ranks that live answer the call. When all have answered, rank 0's number is the name: whoever goes by
-it was called by a rank that read its own fresh number.
+torchrun gives restarted ranks the same TCPStore, with all earlier keys, and nothing distinguishes the starts: each node
+counts only its own failures (pytorch issue 135712). So the ranks agree on a name. Each rank writes a new random number.
+Rank 0 calls every number that it reads, also those of dead ranks, and live ranks answer the call. When all ranks have
+answered, rank 0's number is the name. A rank that uses this name was called under its own new number, so both are of
+the same start.
 """
 
 from __future__ import annotations
@@ -14,37 +14,36 @@ import time
 from typing import Any
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.25
-"""Between looks into the store: ranks attach at about the same time, or one of them is slow."""
+"""Pause between polls of the store; doubles from the first to the longest."""
 HEED_SECONDS = 5.0
-"""So long it is not believed that a rank only observes: an earlier start of it may have said so, and this one may be
-about to say that it acts."""
+"""An observing rank is ignored for this long: its entry may be of an earlier start, and the new one may act."""
 
 
 class NotNamed(Exception):
-    """Not all ranks were there in time, or one that only observes waits for nobody; the text says which."""
+    """Not all ranks attached in time, or a rank only observes and takes no part. The message says which."""
 
 
 class Start:
-    """What one rank does for it. `announce` waits for nobody; `name` waits for all and may be asked again."""
+    """One rank's side. `announce` does not wait; `name` waits for all ranks and may be called again."""
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        """`store`: a `torch.distributed.Store` of our own name space, the same in all starts."""
+        """`store`: a `torch.distributed.Store` with our prefix, the same in all starts."""
         self._store, self._rank, self._ranks = store, rank, ranks
         self._number = secrets.token_hex(16)
         self._called: dict[int, str] = {}
-        """Of rank 0: the number by which each rank was called last."""
+        """On rank 0: the number under which each rank was last called."""
         self._missing = set(range(1, ranks))
 
     def announce(self, *, acts: bool) -> None:
-        """Say that this rank is there. Raises what a store raises."""
+        """Publish this rank's number. Raises what a store raises."""
         self._store.set(f"number/{self._rank}", self._number)
         if not acts:
             self._store.set("observer", f"{self._rank} {self._number}")
 
     def name(self, seconds: float, *, heeds_observers: bool = False) -> str:
-        """The name. Raises `NotNamed`, and what a store raises.
+        """Wait up to `seconds` for the name. Raises `NotNamed`, and what a store raises.
 
-        `heeds_observers`: give up when some rank is known to observe only, which does not wait to be called.
+        `heeds_observers`: give up early when a rank only observes, because such a rank answers no call.
         """
         began = time.monotonic()
         deadline, heeds_from = began + seconds, began + min(HEED_SECONDS, seconds)
@@ -82,7 +81,7 @@ class Start:
         return name if self._read(f"all/{name}") is not None else None
 
     def _observer(self) -> str | None:
-        """A rank of this start that observes; None: there is none, or the word of one is of an earlier start."""
+        """A rank of this start that only observes; None: there is none, or the entry is of an earlier start."""
         rank, _, number = (self._read("observer") or "").partition(" ")
         is_of_now = rank.isdecimal() and int(rank) < self._ranks and self._read(f"number/{rank}") == number
         return rank if is_of_now else None

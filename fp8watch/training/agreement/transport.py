@@ -1,4 +1,4 @@
-"""The wire below the rounds: the element-wise minimum over all ranks of a few 64-bit numbers."""
+"""The collective used by the rounds: an all-reduce (element-wise minimum) of a few int64 numbers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Protocol
 
 
 class TransportLost(Exception):
-    """A rank is gone, or did not come in time."""
+    """A rank is gone, or did not take part in time."""
 
 
 class Pending(Protocol):
-    """A reduction under way."""
+    """A reduction that was started."""
 
     def wait(self, seconds: float) -> list[int]:
-        """The minimum over all ranks. Raises `TransportLost`."""
+        """Wait for the minimum over all ranks. Raises `TransportLost`."""
 
 
 class Transport(Protocol):
-    """Reductions are matched by the order in which each rank starts them."""
+    """A group of ranks. Reductions match by order: every rank starts the same ones in the same order."""
 
     def start(self, values: Sequence[int]) -> Pending:
-        """Start one; what goes wrong is raised when it is waited for."""
+        """Start a reduction without waiting. Errors are raised by `Pending.wait`, not here."""
 
     def close(self) -> None:
-        """Let go; other ranks that wait for this one lose what they wait for."""
+        """Leave the group. Other ranks that wait for this one get `TransportLost`."""
