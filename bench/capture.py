@@ -54,6 +54,7 @@ PLANS: dict[str, dict[str, int]] = {
 """See `capture_blocks.alternate`. The launch-bound shape is the noisy one, and its steps are short."""
 MOST_CPU_US = 400.0
 LEAST_CHEAPER = 20.0
+AGENT_SECONDS = 30.0
 MOST_BYTES = 64 * 1024**2
 STEPS_COMPILED = 10
 """Steps per block of the torchao shape."""
@@ -81,18 +82,23 @@ def main() -> int:
 
 @contextmanager
 def agent() -> Iterator[None]:
-    """A node's agent in its own process."""
+    """A node's agent in its own process, once it listens. Raises `RuntimeError` if it ends or takes too long."""
     folder = Path(tempfile.mkdtemp())
-    socket = folder / "agent.sock"
+    socket, log = folder / "agent.sock", folder / "agent.log"
     os.environ |= {
         "FP8WATCH_DIR": str(folder / "runs"), "FP8WATCH_AGENT": f"unix://{socket}", "FP8WATCH_METRICS_PORT": "0",
         "FP8WATCH_REPORT": "0",
     }  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from fp8watch_agent.cli import app; app()", "--socket", str(socket)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fp8watch_agent", "--socket", str(socket)], stdout=out, stderr=out
+        )  # fmt: skip
     try:
+        deadline = time.monotonic() + AGENT_SECONDS
+        while not socket.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"no agent takes the frames: {log.read_text()[-2000:]}")
+            time.sleep(0.05)
         yield
     finally:
         process.terminate()
