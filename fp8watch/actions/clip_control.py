@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -29,8 +30,7 @@ CLIP_WINDOW = 300
 """Steps over which the share of clipped steps is taken: if that is above 5 %, clipping stalls the training."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipReading:
+class ClipReading(msgspec.Struct, frozen=True, kw_only=True):
     """What was clipped in one step. `norm` is the norm before clipping, a 0-d tensor on the gradients' device."""
 
     norm: torch.Tensor
@@ -175,8 +175,8 @@ class ClipControl:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether `before_step` has nothing to do."""
-        return self._limit is None and self._failure is None and self.tensors is None
+        """Whether `before_step` and `release` have nothing to do."""
+        return self._limit is None and self._failure is None and self.tensors is None and not self._covers
 
     @property
     def has_current(self) -> bool:
@@ -200,9 +200,13 @@ class ClipControl:
 
     def take(self) -> ClipReading | None:
         """Return `current` and begin a new step. The core calls it once at each boundary."""
-        reading = self.current
-        self._readings = []
-        self.release()
+        if len(self._readings) == 1:  # as nearly always
+            reading: ClipReading | None = self._readings.pop()
+        else:
+            reading = self.current
+            self._readings = []
+        if self._covers:
+            self.release()
         return reading
 
     def take_covers(self) -> list[Cover]:
@@ -223,12 +227,16 @@ class ClipControl:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` with the lower of the two limits. Returns the norm before clipping (0-d)."""
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        elif type(parameters) is not list:  # a copy would touch every parameter
+            parameters = list(parameters)
         self._user_limit = float(max_norm)
         limit = self._user_limit if self._limit is None else min(self._user_limit, self._limit)
         norm = self.clip(parameters, limit, norm_type, error_if_nonfinite, foreach)
         self._note(norm, limit, by_user=True)
-        self._cover(norm, norm_type, parameters)
+        if self.keeps_covers or self._limit is not None:
+            self._cover(norm, norm_type, parameters)
         return norm
 
     def clip(
@@ -333,7 +341,7 @@ class ClipControl:
         return float(torch.stack(list(self._clipped)).to(torch.float32).mean())
 
     def _note(self, norm: torch.Tensor, limit: float, *, by_user: bool) -> None:
-        norm = whole(norm)
+        norm = norm if type(norm) is torch.Tensor else whole(norm)
         self._last = ClipReading(norm=norm, limit=limit, by_user=by_user)
         self._calls += 1
         if not by_user and self._readings:
@@ -347,8 +355,6 @@ class ClipControl:
             self._clipped.append(norm > limit)
 
     def _cover(self, norm: torch.Tensor, norm_type: float, parameters: list[torch.Tensor]) -> None:
-        if not self.keeps_covers and self._limit is None:
-            return
         found = [p.grad for p in parameters if p.grad is not None]
         held = {id(gradient): (gradient, version(gradient)) for gradient in found}
         self._covers.append(Cover(norm=whole(norm), norm_type=float(norm_type), gradients=held))

@@ -26,6 +26,10 @@ class LrControl:
         self._scheduled: list[Lr] = []
         self._effective: list[Lr] = []
         self._is_disturbed = False
+        self._is_entered = False
+        """Whether `enter` was called for the step under way."""
+        self._was_plain = True
+        """Whether no rule changed an LR in the last step."""
         self._position: int | None = None
         self.seen: SeenCurve | None = None
         """Learns at each update what the schedule has set, for a schedule that cannot be evaluated; else None."""
@@ -80,15 +84,23 @@ class LrControl:
 
     # Around optimizer.step
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether `enter` may be left out: no rule applies, and nothing is learnt from the schedule."""
+        return self.seen is None and not self._rules and not self._put
+
     def enter(self) -> None:
         """Put the effective LRs into the parameter groups. A group that no rule changes is not touched."""
         if self._put:
             self.leave()
-        position = self._position = self.position
+        position = self._position = None if self._scheduler is None else self.position
         originals: list[Lr] = [group["lr"] for group in self._optimizer.param_groups]
         if self.seen is not None:
             self.seen.note(position, originals)
         self._scheduled = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in originals]
+        self._is_entered = True
+        if not self._rules:
+            return
         written: set[int] = set()
         for index, (group, original) in enumerate(zip(self._optimizer.param_groups, originals, strict=True)):
             if id(original) in written:  # one LR tensor given for all groups is the same object in each of them
@@ -111,7 +123,13 @@ class LrControl:
         self._effective = [
             lr.clone() if isinstance(lr := group["lr"], torch.Tensor) else lr for group in self._optimizer.param_groups
         ]
-        self._is_disturbed = False
+        if not self._is_entered and not self._rules:
+            self._scheduled, self._position = self._effective, None if self._scheduler is None else self.position
+        self._is_entered = self._is_disturbed = False
+        self._updates += 1
+        self._was_plain = not self._put
+        if self._was_plain:
+            return
         for group, ours, saved in self._put:
             if group["lr"] is not ours:
                 # The optimizer set the LR itself during the step (a learning-rate-free method): leave it alone.
@@ -121,7 +139,6 @@ class LrControl:
             else:
                 group["lr"] = saved
         self._put = []
-        self._updates += 1
 
     # Read-back
 
@@ -134,6 +151,11 @@ class LrControl:
     def effective(self) -> list[Lr]:
         """LR of each group in the last optimizer step (device tensors are not read); empty before the first."""
         return list(self._effective)
+
+    @property
+    def first(self) -> Lr | None:
+        """LR of the first group, which is the one that trainers log, in the last optimizer step; None before it."""
+        return self._effective[0] if self._effective else None
 
     @property
     def scheduled(self) -> list[Lr]:
@@ -160,8 +182,10 @@ class LrControl:
         return _largest(self._effective)
 
     def factor(self) -> float | None:
-        """Effective over scheduled LR in the last step (largest of each). If they are unknown (no step yet, or an LR on
-        a device): 1.0 without rules, else None."""
+        """Effective over scheduled LR in the last step (largest of each). 1.0 without rules; None if either is unknown
+        (no step yet, or an LR on a device)."""
+        if self._was_plain and not self._rules:
+            return 1.0
         effective, scheduled = _largest(self._effective), _largest(self._scheduled)
         if effective is None or scheduled is None:
             return None if self._rules else 1.0

@@ -21,11 +21,13 @@ class Segment:
     count: int
     """Number of elements."""
     is_scalar: bool
+    is_bf16: bool = False
+    """Two bytes an element, the upper half of a float32. `dtype` is float32, to which they are widened when read."""
 
     @property
     def end(self) -> int:
         """Byte offset just after the last element."""
-        return self.start + self.count * self.dtype.itemsize
+        return self.start + self.count * (2 if self.is_bf16 else self.dtype.itemsize)
 
 
 class Arrived(Mapping[str, npt.NDArray[Any]]):
@@ -42,7 +44,11 @@ class Arrived(Mapping[str, npt.NDArray[Any]]):
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         found = self.segments[name]
-        array = np.frombuffer(self._memory, found.dtype, found.count, found.start)
+        array: npt.NDArray[Any]
+        if found.is_bf16:
+            array = (np.frombuffer(self._memory, "<u2", found.count, found.start).astype("<u4") << 16).view("<f4")
+        else:
+            array = np.frombuffer(self._memory, found.dtype, found.count, found.start)
         return array.reshape(()) if found.is_scalar else array
 
     def __contains__(self, name: object) -> bool:
@@ -57,18 +63,20 @@ class Arrived(Mapping[str, npt.NDArray[Any]]):
     def number(self, name: str) -> float:
         """The value of a scalar."""
         found = self.segments[name]
+        if found.is_bf16:  # the missing lower half is two zero bytes
+            return float(struct.unpack("<f", b"\0\0" + self._memory[found.start : found.end])[0])
         return float(struct.unpack_from(f"<{found.dtype.char}", self._memory, found.start)[0])
 
     def raw(self, name: str) -> bytes:
         """A tensor's little-endian bytes."""
         found = self.segments[name]
-        return self._memory[found.start : found.end]
+        return self[name].tobytes() if found.is_bf16 else self._memory[found.start : found.end]
 
     def beside(self, other: Arrived) -> Arrived:
         """The values of both, which are one step's from two devices. They must not share a name."""
         offset = len(self._memory)
         moved = {
-            name: Segment(found.dtype, found.start + offset, found.count, found.is_scalar)
+            name: Segment(found.dtype, found.start + offset, found.count, found.is_scalar, found.is_bf16)
             for name, found in other.segments.items()
         }
         return Arrived(self._memory + other._memory, {**self.segments, **moved})

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import msgspec
 import torch
 
 from fp8watch.capture.cost_meter import CostMeter
@@ -121,16 +122,20 @@ class CloserLook:
         self._quiet = range(0)
         """Steps in which nothing is due; holds as long as the governor's number of changes is `_quiet_since`."""
         self._quiet_since = -1
+        self.is_at_rest = False
+        """Whether `finish` has nothing to do in this step."""
 
     # A step
 
     def begin(self, step: int) -> None:
         """Start a step: decide what is measured in it, and arm the source and the probe."""
-        if step in self._quiet and self._quiet_since == self.governor.num_changes and not self._is_asked:
+        is_asked = self._asked_what_if or self._asked_probes
+        if step in self._quiet and self._quiet_since == self.governor.num_changes and not is_asked:
             self._is_sampled = self._is_telling = False
             if self._source is not None:
                 self._source.begin(with_statistics=False)
             return
+        self.is_at_rest = False
         self._quiet, self._quiet_since = range(step + 1, self.governor.next_due(step + 1)), self.governor.num_changes
         is_what_if = self._is_telling = self.governor.due("what_if", step) and step > 1
         asked, self._asked_what_if = self._asked_what_if, set()
@@ -140,10 +145,6 @@ class CloserLook:
             if is_what_if or asked:
                 self._look(None if is_what_if else sorted(asked))
         self._arm(is_due=self.governor.due("shadow", step) and step > 1)
-
-    @property
-    def _is_asked(self) -> bool:
-        return bool(self._asked_what_if or self._asked_probes)
 
     def _look(self, modules: list[str] | None) -> None:
         if isinstance(self._source, LooksCloser) and self._source.look_closer(modules):
@@ -162,7 +163,7 @@ class CloserLook:
             self.probe.arm(names[self._probe_next - 1])
 
     def finish(
-        self, reading: Reading | None, columns: Callable[[], Sequence[TensorColumn]], step_seconds: float | None
+        self, reading: Reading | None, columns: Callable[[], Sequence[TensorColumn]]
     ) -> tuple[Reading | None, dict[str, float | torch.Tensor]]:
         """At the boundary: returns the reading with the probe's column added, and the scalars of the sample."""
         scalars: dict[str, float | torch.Tensor] = {}
@@ -173,7 +174,7 @@ class CloserLook:
                 scalars |= self._states.read()
             if self._states.not_observable is not None:
                 self._not_observed("optimizer states", self._states.not_observable)
-        self._account(step_seconds)
+        self._account()
         if self._is_telling or self.governor.num_changes != self._told:
             self._told = self.governor.num_changes
             scalars["fp8_parameter_share"] = self._share_now()
@@ -182,6 +183,8 @@ class CloserLook:
             scalars |= {f"{kind}_every": float(self.governor.every(kind)) for kind in self._meters}
             if share is not None:
                 scalars["sampling_ratio"] = share
+        # Until `begin` finds something due, unless a meter still waits for the device.
+        self.is_at_rest = all(meter.is_idle for meter in self._meters.values())
         return reading, scalars
 
     def _take_probe(self, reading: Reading | None, columns: Callable[[], Sequence[TensorColumn]]) -> Reading | None:
@@ -205,13 +208,13 @@ class CloserLook:
         valid[row].fill_(True)
         # 0 / 0, or a NaN that was in the data already, says nothing about the cast.
         valid &= torch.isfinite(values)
-        return replace(
-            reading, values={**reading.values, SHADOW_ERROR: values}, valid=reading.valid | {SHADOW_ERROR: valid}
+        return msgspec.structs.replace(
+            reading,
+            values={**reading.values, SHADOW_ERROR: values},
+            valid=reading.valid | {SHADOW_ERROR: valid},
         )
 
-    def _account(self, step_seconds: float | None) -> None:
-        if step_seconds is not None:
-            self.governor.step_took(step_seconds)
+    def _account(self) -> None:
         for kind, meter in self._meters.items():
             if meter.is_idle:
                 continue

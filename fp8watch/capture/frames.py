@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fp8watch import columns, what_if
@@ -40,6 +40,8 @@ class StepNote(msgspec.Struct, frozen=True, kw_only=True):
     scalars: dict[str, float] = {}
     zero_is_unseen: bool = False
     """See `fp8watch.capture.source.Reading`."""
+    places: npt.NDArray[np.int64] | None = None
+    """Of the columns' elements in what arrives; see `fp8watch.capture.source.Places`. None: they are all."""
     num_update_elements: int = 0
     """Elements of the parameter sample, if there is one."""
     updates_forward: int = 1
@@ -50,29 +52,28 @@ def device_values(
     scalars: dict[str, torch.Tensor], reading: Reading | None, update: UpdateSums | None = None
 ) -> dict[str, Given]:
     """All tensors of a step under the names by which `build_frame` looks them up."""
-    values: dict[str, Given] = {_SCALAR + name: tensor for name, tensor in scalars.items()}
-    if update is not None:
-        values.update(zip(_UPDATE, update.values, strict=True))
+    values: dict[str, Given] = {}
     if reading is not None:
         held: Mapping[str, Given] = reading.values.parts if isinstance(reading.values, Pieces) else reading.values
-        values.update({_COLUMN + name: given for name, given in held.items() if name in COLUMN_DTYPES})
-        values.update({_VALID + name: tensor for name, tensor in reading.valid.items()})
+        for name, given in held.items():
+            if name in COLUMN_DTYPES:
+                values[_COLUMN + name] = given
+        for name, tensor in reading.valid.items():
+            values[_VALID + name] = tensor
+    if update is not None:
+        values.update(zip(_UPDATE, update.values, strict=True))
+    for name, tensor in scalars.items():
+        values[_SCALAR + name] = tensor
     return values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameParts:
+class FrameParts(msgspec.Struct, frozen=True, kw_only=True):
     """A step whose numbers have arrived; see `fp8watch.transport.pending.Parts`."""
 
     run: str
     rank: int
     note: StepNote
     values: Arrived
-
-    @property
-    def step(self) -> int:
-        """The optimizer step."""
-        return self.note.step
 
     def frame(self) -> StepFrame:
         """The record on the wire."""
@@ -96,14 +97,16 @@ def build_frame(run: str, rank: int, note: StepNote, values: Arrived) -> StepFra
     scalars = _scalars(note, values)
     packed: dict[str, Column] = {}
     shared: bytes | None = None
+    places = slice(None) if note.places is None else note.places
     if note.zero_is_unseen and _COLUMN + "amax" in values:
-        shared = columns.validity_bitmap(values[_COLUMN + "amax"] != 0)
+        shared = columns.validity_bitmap(values[_COLUMN + "amax"][places] != 0)
     for name in values:
         if name[:2] == _COLUMN:
             key = name[2:]
             valid = _VALID + key
             bitmap = columns.validity_bitmap(values[valid].astype(np.bool_)) if valid in values else shared
-            packed[key] = columns.pack_raw(values.raw(name), values.segments[name].dtype, COLUMN_DTYPES[key], bitmap)
+            data = values.raw(name) if note.places is None else values[name][note.places].tobytes()
+            packed[key] = columns.pack_raw(data, values.segments[name].dtype, COLUMN_DTYPES[key], bitmap)
     if _HIGH_PRECISION in values and len(flags := values[_HIGH_PRECISION]) == len(note.layout.columns):
         in_bf16 = {c.module for c, flag in zip(note.layout.columns, flags, strict=True) if flag}
         scalars["bf16_modules"] = float(len(in_bf16))

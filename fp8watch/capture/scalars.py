@@ -31,17 +31,23 @@ def as_scalar(value: Any, name: str = "loss") -> Scalar:
     Tensors of one element, Python and numpy numbers are scalars, NaN and infinity included. Any other exception that
     a value raises when inspected becomes a `NotAScalar`.
     """
-    if (
-        type(value) is torch.Tensor and value.dim() == 0 and value.dtype in _USUAL
-        and value.layout is torch.strided and not value.is_meta
-    ):  # fmt: skip
-        return value.detach()  # nearly every loss
+    if _is_usual(value):
+        usual: torch.Tensor = value.detach()
+        return usual
     try:
         return _scalar(value, name)
     except NotAScalar:
         raise
     except Exception as error:
         raise NotAScalar(f"{name} is of type {type(value).__name__}, which raises {type(error).__name__}") from error
+
+
+def _is_usual(value: Any) -> bool:
+    """Whether it is what nearly every loss is: a dense 0-D tensor of a common dtype."""
+    return (
+        type(value) is torch.Tensor and value.dim() == 0 and value.dtype in _USUAL
+        and value.layout is torch.strided and not value.is_meta
+    )  # fmt: skip
 
 
 def _scalar(value: Any, name: str) -> Scalar:
@@ -118,11 +124,11 @@ def is_given(name: str) -> bool:
     return name in ("loss", "loss_micro_max", "loss_micro_median", "tokens") or name.partition(":")[0] in GIVEN
 
 
-def first_rate(rates: Sequence[Any]) -> Scalar | None:
-    """The learning rate of the first group, which is the one that trainers log."""
-    if not rates or rates[0] is None:
+def as_rate(rate: Any) -> Scalar | None:
+    """A learning rate as an optimizer holds it; None: the optimizer chooses its own."""
+    if rate is None:
         return None
-    return rates[0].detach().reshape(()) if isinstance(rates[0], torch.Tensor) else float(rates[0])
+    return rate.detach().reshape(()) if isinstance(rate, torch.Tensor) else float(rate)
 
 
 def as_flag(value: bool | torch.Tensor) -> Scalar:
@@ -134,13 +140,14 @@ class StepScalars:
     """Collects one step's scalars under the names of `fp8watch.records.StepFrame.scalars`."""
 
     def __init__(self) -> None:
-        self._values: dict[str, Scalar] = {}
+        self.values: dict[str, Scalar] = {}
+        """This step's values so far; write to it what is certainly a `Scalar`."""
         self._micro: list[Scalar] = []
 
     def put(self, name: str, value: Scalar | None) -> None:
         """Keep a value; None: not observed."""
         if value is not None:
-            self._values[name] = value
+            self.values[name] = value
 
     def give(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Keep values that the loop gives under the names of `GIVEN`: a scalar, or a mapping from modules to scalars,
@@ -159,12 +166,12 @@ class StepScalars:
                 except NotAScalar as error:
                     refused[key] = str(error)
                 else:
-                    self._values[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
+                    self.values[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
         return refused
 
     def has(self, name: str) -> bool:
         """Whether this step has a value of that name so far."""
-        return name in self._values
+        return name in self.values
 
     def micro_loss(self, value: Any) -> None:
         """Add one micro-batch's loss; copied, since the trainer may reuse its memory. Raises `NotAScalar`."""
@@ -180,14 +187,20 @@ class StepScalars:
         """Set the step's loss: the mean of the micro-batch losses if any, else `value`. Raises `NotAScalar`."""
         if self._micro:
             micro, self._micro = self._micro, []
-            self._values |= micro_batches(micro)
+            self.values |= micro_batches(micro)
         elif value is not None:
-            self._values["loss"] = as_scalar(value)
+            # Not detached: the step's tensors are taken without gradients, and let go, before training goes on.
+            self.values["loss"] = value if _is_usual(value) else as_scalar(value)
 
     def take(self) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """The step's values, those on the host and those on a device. Starts the next step."""
-        values, self._values = self._values, {}
+        values, self.values = self.values, {}
         self._micro.clear()
-        host = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
-        device = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        host: dict[str, float] = {}
+        device: dict[str, torch.Tensor] = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                device[name] = value
+            else:
+                host[name] = value
         return host, device

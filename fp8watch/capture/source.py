@@ -7,9 +7,10 @@ synchronises; `fp8watch.capture.ring` copies them to the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+import numpy as np
 import torch
 
 from fp8watch.records import TensorColumn
@@ -18,19 +19,26 @@ from fp8watch.records import TensorColumn
 class Pieces(Mapping[str, torch.Tensor]):
     """Columns that consist of several tensors on one device, as a framework's vectors do.
 
-    The ring takes the parts directly (`parts`), which costs no kernel. A column is concatenated, once, when somebody
+    The ring takes the parts directly (`parts`), which costs no kernel. A column is put together, once, when somebody
     accesses it by name.
     """
 
-    def __init__(self, parts: dict[str, list[torch.Tensor]]) -> None:
-        """`parts`: name -> at least one 1-D tensor, in order, all of one dtype."""
+    __slots__ = ("_whole", "parts", "places")
+
+    def __init__(self, parts: dict[str, list[torch.Tensor]], places: Places | None = None) -> None:
+        """`parts`: name -> at least one 1-D tensor, in order, all of one dtype. `places`: of the columns in
+        the joined parts, if these have more elements than there are columns."""
         self.parts = parts
+        self.places = places
         self._whole: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         whole = self._whole.get(name)
         if whole is None:
-            whole = self._whole[name] = torch.cat(self.parts[name])
+            whole = torch.cat(self.parts[name])
+            if self.places is not None:
+                whole = whole[self.places.on(whole.device)]
+            self._whole[name] = whole
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -40,8 +48,26 @@ class Pieces(Mapping[str, torch.Tensor]):
         return len(self.parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Places:
+    """Which elements of the joined parts are columns: int64 indices, in the order of the columns.
+
+    The frame's maker picks them on the host, from bytes that have arrived, because there it costs no kernel.
+    """
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.host = np.array(indices, dtype=np.int64)
+        self._device: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The indices on a device. Kept, because a copy that does not wait needs pinned memory."""
+        if self._device is None or self._device.device != device:
+            held = torch.from_numpy(self.host)
+            held = held.pin_memory() if device.type == "cuda" else held
+            self._device = held.to(device, non_blocking=True)
+        return self._device
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a source: 1-D tensors in the order of `Source.columns()`, on any device.
 
     `values` has the keys and dtypes of `fp8watch.records.StepFrame.columns`; `valid` (bool, same length) may be left
@@ -50,7 +76,7 @@ class Reading:
 
     values: Mapping[str, torch.Tensor]
     """A dict, or `Pieces`."""
-    valid: dict[str, torch.Tensor] = field(default_factory=dict)
+    valid: dict[str, torch.Tensor] = {}
     zero_is_unseen: bool = False
     """An amax of 0 means that nothing of that tensor was observed, in any column without an entry in `valid`. This is
     evaluated on the host, where it costs no kernel."""

@@ -1,11 +1,12 @@
-"""The step boundary: which commands are due, are they carried out, and is what they did really in force.
+"""The step boundary: carries out the commands that are due, and reads their effects back.
 
-Order at each boundary: read back what earlier boundaries applied, then begin what is due, oldest first. A command
-is written to the journal and synced before it touches anything. Each answer names the step and the reason; a
-command that is not carried out (expired, refused, disarmed, unavailable) is answered too, so that nobody waits.
+At each boundary, the effects of earlier commands are read back first; then due commands are carried out, oldest first.
+A command is written to the journal and synced before it changes anything. Every command is answered with the step and
+the reason, also one that is not carried out (expired, refused, disarmed, unavailable), so that nobody waits for it.
 
-With several ranks what is due was put to the vote at the boundary before. It is carried out whatever this rank has
-learnt since, then all compare what it came to: where one has failed, the others take it back before the next step.
+With several ranks, a command is put to the vote one boundary before it is carried out. The result is binding, whatever
+this rank has learnt since. Afterwards the ranks compare outcomes: if one failed, the others revert the command before
+the next step.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from fp8watch.training.journal import Journal
 logger = logging.getLogger(__name__)
 
 READBACK_STEPS = 8
-"""Boundaries at which an effect that is not visible yet is looked for again. Most show after one step; a switch
-that needs a forward of its module may wait for an evaluation to end."""
+"""Boundaries at which an effect is read back before it counts as missing. Most effects are visible after one step; one
+that needs a forward of its module may have to wait for an evaluation to end."""
 
 
 @dataclass(slots=True)
@@ -52,25 +53,25 @@ class _Watched:
     looks: int = 0
 
     def read_back(self) -> ReadBack:
-        """Whether what the command has asked for is in force: the action, or its revert."""
+        """Whether the action, or its revert, is in force."""
         is_revert = self.command.verb == "revert"
         return self.action.read_back_revert(self.applied) if is_revert else self.action.read_back(self.applied)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Did:
-    """What carrying a command out came to on this rank."""
+    """Outcome of a command on this rank."""
 
     fate: Fate
     applied: Applied | None = None
-    """Of a revert, what it has undone."""
+    """For a revert: the action that was reverted."""
     detail: str = ""
     is_begun: bool = True
     broken: str | None = None
 
 
 class Boundary:
-    """Carries out one rank's commands. Runs on the training thread; lets no exception out."""
+    """Carries out one rank's commands, on the training thread."""
 
     def __init__(
         self,
@@ -89,11 +90,10 @@ class Boundary:
         on_stop: Callable[[str], None] | None = None,
         objection: Callable[[Command], str | None] = lambda command: None,
     ) -> None:
-        """`start`: name of this start of the training processes (`Hello.start`); commands for another are refused, and
-        without one nothing is carried out.
-        `on_broken` is told when an action has left the training state mixed: it must not be trained on.
-        `on_stop` when ranks may be in different states: this one must not make another optimizer step. `objection`
-        says why this rank does not agree to a command that it could carry out."""
+        """`start`: name of this start of the training processes (`Hello.start`). Commands for another start are
+        refused; if the name is empty, all are. `on_broken` is called when a restore failed half-way, so that training
+        must not continue. `on_stop` is called when ranks may be in different states, so that this one must not make
+        another optimizer step. `objection`: why this rank vetoes a command that it could carry out, or None."""
         self._rank = rank
         self._actions = actions
         self._capabilities = capabilities
@@ -114,8 +114,13 @@ class Boundary:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to do at the next boundary, unless it is `is_joint`."""
+        """No command is queued or waits for its read-back. With `is_joint`, the boundary has to be run anyway."""
         return not self._waiting and not self._watched
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the boundary has to be run."""
+        return bool(self._waiting or self._watched or self._agreement.is_joint)
 
     @property
     def is_joint(self) -> bool:
@@ -123,12 +128,13 @@ class Boundary:
         return self._agreement.is_joint
 
     def receive(self, command: Command) -> None:
-        """Take in a command; it is looked at in the next `run`."""
+        """Queue a command for the next `run`."""
         self._waiting.append(command)
 
     def run(self, step: int) -> None:
-        """One boundary, after `step` updates."""
-        if self.is_idle and not self.is_joint:
+        """Run the boundary after `step` updates. On an unexpected exception, this rank gives the agreement up, and the
+        exception is passed on."""
+        if not self.is_due:
             return
         try:
             self._run(step)
@@ -152,8 +158,8 @@ class Boundary:
             self._rule(ruling, step)
 
     def _turn_away(self, step: int) -> None:
-        """Refuse what is for another start of the run. It is not put to the vote: its number and id may be those of a
-        command for this one, whose answers it must not touch."""
+        """Refuse commands for another start of the run, without a vote: their numbers and ids may equal those of
+        commands for this start, whose answers must not be changed."""
         for command in [command for command in self._waiting if command.start != self._start]:
             self._let_go(command)
             status: Status = "expired" if command.start else "vetoed"
@@ -165,20 +171,20 @@ class Boundary:
             self._send(self._result(command, step, status, detail))
 
     def _candidates(self, step: int) -> list[Candidate]:
-        """What waits, and whether this rank is ready to begin it; what was answered before is answered again."""
+        """The waiting commands, and whether this rank is ready for each. Repeated commands get their answer again."""
         found = []
         for command in self._waiting[:]:
             known = self._answers.get((command.id, command.verb))
             if known is not None and self._journal.knows(command):
                 self._waiting.remove(command)
-                self._send(known)  # sent twice because our answer was lost
+                self._send(known)  # sent again because our answer was lost
                 continue
-            # What is put to the vote now is begun one boundary later.
+            # A command that is put to the vote now is carried out one boundary later.
             found.append(Candidate(command, self._refusal(command, step + 1 if self.is_joint else step)))
         return found
 
     def _rule(self, ruling: Ruling, step: int) -> None:
-        # What came before it at this boundary may have started another attempt.
+        # An earlier command at this boundary may have started another attempt.
         refusal = ruling.refusal or self._refusal(ruling.command, step)
         if refusal is None:
             self._carry_out(ruling.command, step)
@@ -225,13 +231,13 @@ class Boundary:
             return
         status: Status = "failed" if joint.verdict == "undo" else "unknown"
         if status == "failed":
-            self._finish(command, "failed")  # what is unknown stays begun in the journal, and is reported as such
+            self._finish(command, "failed")  # with status unknown it stays unfinished in the journal
         self._answer(command, step, status, joint.detail)
         if joint.verdict == "stop":
             self._on_stop(f"{command.action}: {joint.detail}")
 
     def _do(self, command: Command, action: Action | None, step: int) -> _Did:
-        """Change what the command asks for. Lets nothing out: other ranks wait to hear what it came to."""
+        """Carry out a command. Failures are returned, because other ranks wait for the outcome. Raises `MustStop`."""
         if action is None:
             cannot = f"unknown action {command.action}"
             if asks_first(command):
@@ -261,9 +267,9 @@ class Boundary:
             return _Did(fate=Fate.UNKNOWN, detail=f"{type(error).__name__}: {error}")
 
     def _choose(self, action: Action, command: Command, step: int, cannot: str) -> str:
-        """Settle with the other ranks whether and how it can be done, with nothing changed; why not, else empty.
+        """Agree with the other ranks on a target, with nothing changed yet. Returns why there is none, or "".
 
-        Every rank asks the same questions, also one that cannot."""
+        Every rank asks the same questions, also one that cannot act."""
         if cannot or not isinstance(action, Choosing):
             self._agreement.lowest(Answer.CANNOT, "begin")
             return cannot or f"{command.action} chooses no target"
@@ -274,7 +280,7 @@ class Boundary:
         return ""
 
     def _conclude(self, command: Command, action: Action | None, did: _Did, step: int) -> None:
-        """Every rank is where this one is: write down and answer what it came to."""
+        """Record and answer the outcome, which is the same on all ranks."""
         if did.is_begun:
             self._finish(command, "applied" if did.fate is Fate.DONE else "failed")
         if did.fate is not Fate.DONE or action is None:
@@ -298,7 +304,7 @@ class Boundary:
             self._look(watched, step)
 
     def _undo(self, action: Action, applied: Applied, joint: Joint) -> Joint:
-        """Take back what another rank could not do."""
+        """Revert here what another rank could not carry out."""
         try:
             action.revert(applied)
         except Exception as error:
@@ -306,8 +312,8 @@ class Boundary:
         return Joint("undo", f"{joint.detail}; taken back on all ranks")
 
     def _revert(self, command: Command, action: Action) -> Applied:
-        """Undo what it names; what that was. Raises `ActionError`."""
-        # A return of some layers only is a command with an id of its own that names the one it undoes.
+        """Revert the application that a command names, and return it. Raises `ActionError`."""
+        # A partial revert (of some layers) is a command with its own id; `of` names the command that it reverts.
         target = str(command.params.get("of", command.id))
         applied = self._applied.get(target)
         if applied is None:
@@ -369,7 +375,7 @@ class Boundary:
         )  # fmt: skip
 
     def report_unfinished(self, run: str, attempt: int) -> None:
-        """Tell of commands that an earlier process of this rank began and did not finish."""
+        """Report commands as unknown that an earlier process of this rank began and did not finish."""
         for left in self._journal.unfinished:
             verb: Verb = left.verb
             self._send(

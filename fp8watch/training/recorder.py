@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fp8watch.actions.clip_control import ClipControl
@@ -21,12 +23,13 @@ from fp8watch.capture.flight_check import MOST_NAMES, FlightCheck
 from fp8watch.capture.frames import LayoutBook, StepNote
 from fp8watch.capture.missing_gradients import PATIENCE, MissingGradients
 from fp8watch.capture.ring import Ring
-from fp8watch.capture.scalars import NotAScalar, StepScalars, as_flag, as_scalar, first_rate, is_given
-from fp8watch.capture.source import Reading, Source
+from fp8watch.capture.scalars import NotAScalar, StepScalars, as_flag, as_rate, as_scalar, is_given
+from fp8watch.capture.source import Pieces, Reading, Source
 from fp8watch.capture.update_size import UpdateSize, UpdateSums
 from fp8watch.foreign import attribute
-from fp8watch.records import Layout, TensorColumn
+from fp8watch.records import Layout
 from fp8watch.training.guard import Guard
+from fp8watch.training.observed import Observed
 from fp8watch.training.report import listed
 from fp8watch.transport.pending import PendingFrame
 
@@ -70,7 +73,6 @@ class Recorder:
         self._begin_part, self._read_part = (
             (f"{self._source.name} begin", f"{self._source.name} read") if self._source else ("closer look begin", "")
         )
-        self._static_unseen = unseen
         self._guard, self._note, self._may_act = guard, note, may_act
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._update_size = UpdateSize(model.parameters())
@@ -78,17 +80,18 @@ class Recorder:
         self._num_updates = 0
         self._flight: FlightCheck | None = FlightCheck(model)
         self.scalars = StepScalars()
-        self.layouts = LayoutBook(run, rank, guard.call("aliases", aliases, model))
+        book = LayoutBook(run, rank, guard.call("aliases", aliases, model))
+        self.observed = Observed(book, self._source, unseen=unseen, guard=guard, note=note)
         self._missing = MissingGradients(model, optimizer)
         self._update: UpdateSums | None = None
-        self._reasons: dict[str, str] = {}
-        self._layout_state: tuple[Any, ...] = (None, None, -1, -1, -1)
-        self.refresh_layout(0)
+        self._miss = self.observed.not_observed
+        self.observed.refresh(0)
         self.closer = CloserLook(
             model=model, optimizer=optimizer, source=self._source, modules=modules, device=device,
-            options=closer or CloserOptions(statistics_every=statistics_every), not_observed=self._unseen_quietly,
+            options=closer or CloserOptions(statistics_every=statistics_every),
+            not_observed=self.observed.not_observed_quietly,
         )  # fmt: skip
-        slot_bytes = 4096 + BYTES_A_TENSOR * len(self.layouts.current.columns)
+        slot_bytes = 4096 + BYTES_A_TENSOR * len(self.layout.columns)
         self._ring: Ring[StepNote] = Ring(device, slot_bytes=slot_bytes)
         self._own_seconds = 0.0
         self._was_updated = False
@@ -106,25 +109,28 @@ class Recorder:
         guard = self._guard
         if self._flight is not None and self._flight.is_due:
             self.scalars.put("bad_parameters", guard.call("flight check", self._flight.start))
-        is_skipped = False
+        is_skipped, is_clipping = False, not self._clip.is_at_rest
         if not has_closure:
             # Nearly always neither has anything to do: training is not made to pay for asking them.
-            if not self._clip.is_at_rest:
+            if is_clipping:
                 guard.call("clip", self._clip.before_step)
                 if self._clip.failure is not None:
-                    self.not_observed("clip", f"clipping before the optimizer step failed: {self._clip.failure}")
+                    self._miss("clip", f"clipping before the optimizer step failed: {self._clip.failure}")
             if not self._skip.is_at_rest:
                 may_act = self._may_act()
                 if may_act or self._skip.ask_peers is not None:
                     is_skipped = bool(guard.call("skip_update", self._skip.before_step, may_act=may_act))
                 if self._skip.failure is not None:
-                    self.not_observed("skip_update", f"the guard failed: {self._skip.failure}")
+                    self._miss("skip_update", f"the guard failed: {self._skip.failure}")
             if not self._clip.has_current:  # else taken when the loop clipped
                 guard.call("grad_norm", self._take_norm)
-            guard.call("missing gradients", self._miss_gradients)
+            self._missing.updates += 1
+            if self._missing.is_due:
+                guard.call("missing gradients", self._miss_gradients)
         elif self._skip.is_armed:
-            self.not_observed("skip_update", "optimizer.step is given a closure, which makes the gradients inside it")
-        self._clip.release()
+            self._miss("skip_update", "optimizer.step is given a closure, which makes the gradients inside it")
+        if is_clipping:
+            self._clip.release()
         if is_skipped:
             guard.call("skip_update end", self._skip.after_step)
         else:
@@ -137,7 +143,8 @@ class Recorder:
     def enter_update(self) -> None:
         """See `StepObserver`: the LR factor goes in."""
         self._is_entered = True
-        if "learning_rate end" not in self._guard.disabled:  # what cannot be taken back is not put in
+        # What cannot be taken back is not put in.
+        if not self._lr.is_at_rest and "learning_rate end" not in self._guard.disabled:
             self._guard.call("learning_rate", self._lr.enter)
 
     def leave_update(self) -> None:
@@ -158,7 +165,9 @@ class Recorder:
             self._guard.call("clip", self._clip.after_closure)
             if not self._clip.has_current:
                 self._guard.call("grad_norm", self._take_norm)
-            self._guard.call("missing gradients", self._miss_gradients)
+            self._missing.updates += 1
+            if self._missing.is_due:
+                self._guard.call("missing gradients", self._miss_gradients)
         self._own_seconds += time.perf_counter() - started
 
     def note_clip(self) -> None:
@@ -172,19 +181,19 @@ class Recorder:
 
     def _take_norm(self) -> None:
         if gradients.is_scaled(self._optimizer, self._scaler):
-            self.not_observed("grad_norm", gradients.SCALED)
+            self._miss("grad_norm", gradients.SCALED)
             return
         found = gradients.total_norm(self._optimizer)
         if isinstance(found, str):
-            self.not_observed("grad_norm", found)
+            self._miss("grad_norm", found)
         elif found is None:
-            self.not_observed("grad_norm", "the optimizer made an update without any gradient")
+            self._miss("grad_norm", "the optimizer made an update without any gradient")
         else:
             self.scalars.put("grad_norm", found)
 
     def _miss_gradients(self) -> None:
         if names := self._missing.look():
-            self.not_observed(
+            self._miss(
                 f"gradient of {listed(names, MOST_NAMES)}", f"none in {PATIENCE} updates, though trained: is it used?"
             )
 
@@ -202,37 +211,40 @@ class Recorder:
     def give(self, values: Mapping[str, Any]) -> None:
         """What only the loop knows of the step; see `StepScalars.give`."""
         for name, reason in self.scalars.give(values).items():
-            self.not_observed(name, reason)
+            self._miss(name, reason)
 
     def micro_loss(self, loss: Any) -> None:
         """One micro-batch's loss."""
         try:
             self.scalars.micro_loss(loss)
         except NotAScalar as error:
-            self.not_observed("loss", str(error))
+            self._miss("loss", str(error))
 
     def finish(self, loss: Any, *, step: int, attempt: int, tokens: Any, samples: float | None) -> None:
         """The step is over: take its numbers and start their copy to the host. `loss`, `tokens`: as given."""
         started = time.perf_counter()
         updates = max(1, self.scalars.num_micro_batches)
         self._guard.call("loss", self._take_loss, loss)
-        if not self.scalars.has("loss") and loss is None:
-            self.not_observed("loss", "watch.step was called without a loss")
+        if loss is None and not self.scalars.has("loss"):
+            self._miss("loss", "watch.step was called without a loss")
         if tokens is not None:
             self._guard.call("tokens", self._take_tokens, tokens)
-        self.scalars.put("samples", samples)
+        if samples is not None:
+            self.scalars.values["samples"] = samples
         self._guard.call("scalars", self._take_scalars)
         reading = self._guard.call(self._read_part, self._source.read) if self._source is not None else None
         step_seconds = None if self._last_boundary is None else started - self._last_boundary
-        found = self._guard.call("closer look", self.closer.finish, reading, self._columns_now, step_seconds)
-        if found is not None:
-            reading = found[0]
-            for name, value in found[1].items():
-                self.scalars.put(name, value)
+        if step_seconds is not None:
+            self.scalars.values["step_seconds"] = step_seconds
+            self.closer.governor.step_took(step_seconds)
+        if not self.closer.is_at_rest:
+            found = self._guard.call("closer look", self.closer.finish, reading, self.observed.columns)
+            if found is not None:
+                reading = found[0]
+                self.scalars.values.update(found[1])
         if self._flight is not None:
             self._guard.call("flight check", self._land)
-        self.refresh_layout(attempt)
-        self.scalars.put("step_seconds", step_seconds)
+        self.observed.refresh_if_due(step, attempt)
         self._last_boundary = started
         self._guard.call("ring", self._push, reading, step, attempt, started, updates)
 
@@ -255,26 +267,27 @@ class Recorder:
         try:
             self.scalars.loss(loss)
         except NotAScalar as error:
-            self.not_observed("loss", str(error))
+            self._miss("loss", str(error))
 
     def _take_tokens(self, tokens: Any) -> None:
         # A device tensor stays one: asking for its value would wait for the device.
         try:
             self.scalars.put("tokens", as_scalar(tokens, "tokens"))
         except NotAScalar as error:
-            self.not_observed("tokens", str(error))
+            self._miss("tokens", str(error))
 
     def _push(self, reading: Reading | None, step: int, attempt: int, started: float, updates: int) -> None:
         # What is spent from here on, sending included, counts for the next step: the sum over steps is exact.
-        self.scalars.put("overhead_seconds", self._own_seconds + time.perf_counter() - started)
+        self.scalars.values["overhead_seconds"] = self._own_seconds + time.perf_counter() - started
         self._own_seconds = 0.0
         host, device = self.scalars.take()
         update, self._update = self._update, None
         note = StepNote(
-            step=step, attempt=attempt, layout=self.layouts.current, time_unix=time.time(), scalars=host,
+            step=step, attempt=attempt, layout=self.layout, time_unix=time.time(), scalars=host,
             updates_forward=reading.updates_forward if reading is not None else updates,
             updates_backward=reading.updates_backward if reading is not None else updates,
             zero_is_unseen=reading is not None and reading.zero_is_unseen,
+            places=_places(reading),
             num_update_elements=update.num_elements if update is not None else 0,
         )  # fmt: skip
         try:
@@ -286,81 +299,45 @@ class Recorder:
                 raise
             self._ring.push(frames.device_values(own, reading, update), note)
             for name in device.keys() - own.keys():
-                self.not_observed(name, f"its tensor cannot be copied with the step ({type(error).__name__})")
+                self._miss(name, f"its tensor cannot be copied with the step ({type(error).__name__})")
 
     def _take_scalars(self) -> None:
+        values = self.scalars.values
         reading = self._clip.take()
         if reading is not None:
             if self._norm_is_scaled and reading.by_user:
-                self.not_observed("grad_norm", gradients.SCALED)
+                self._miss("grad_norm", gradients.SCALED)
             else:
-                self.scalars.put("grad_norm", reading.norm)
-            self.scalars.put("clip_limit", reading.limit)
+                values["grad_norm"] = reading.norm
+            if reading.limit is not None:
+                values["clip_limit"] = reading.limit
         self._norm_is_scaled = False
-        scale = attribute(self._scaler, "_scale")
-        if isinstance(scale, torch.Tensor):
-            self.scalars.put("loss_scale", scale)
+        if self._scaler is not None and isinstance(scale := attribute(self._scaler, "_scale"), torch.Tensor):
+            values["loss_scale"] = scale
         if self._was_updated:
             if self._is_entered:  # a skipped update used no learning rate
-                self.scalars.put("learning_rate", first_rate(self._lr.effective))
+                self.scalars.put("learning_rate", as_rate(self._lr.first))
                 self.scalars.put("lr_factor", self._lr.factor())
-            if not self.scalars.has("update_skipped"):
-                self.scalars.put("update_skipped", as_flag(self._skip.last_skipped))
+            if "update_skipped" not in values:
+                values["update_skipped"] = 0.0 if self._skip.is_at_rest else as_flag(self._skip.last_skipped)
         elif gradients.has_scaler(self._scaler):
-            self.scalars.put("update_skipped", 1.0)
+            values["update_skipped"] = 1.0
         else:
-            self.not_observed("learning_rate", "optimizer.step was not seen between two watch.step calls")
-        if not self.scalars.has("learning_rate"):
-            self.scalars.put("learning_rate", first_rate([group.get("lr") for group in self._optimizer.param_groups]))
+            self._miss("learning_rate", "optimizer.step was not seen between two watch.step calls")
+        if "learning_rate" not in values:
+            groups = self._optimizer.param_groups
+            self.scalars.put("learning_rate", as_rate(groups[0].get("lr")) if groups else None)
         self._was_updated = self._is_entered = False
-
-    def _columns_now(self) -> Sequence[TensorColumn]:
-        return self._source.columns() if self._source is not None else ()
-
-    def refresh_layout(self, attempt: int) -> bool:
-        """Ask the source for its columns; True when there is a new layout to announce."""
-        if "layout" in self._guard.disabled:  # the source's columns as they were last, and what is off since
-            columns, missing = self._layout_state[:2]
-            return bool(
-                self._guard.call("layout of what is off", self._update_layout, columns or (), missing or (), attempt)
-            )
-        return bool(self._guard.call("layout", self._refresh_layout, attempt))
-
-    def _refresh_layout(self, attempt: int) -> bool:
-        missing = self._source.not_observable() if self._source is not None else ()
-        return self._update_layout(self._columns_now(), missing, attempt)
-
-    def _update_layout(self, columns: Sequence[TensorColumn], missing: Sequence[str], attempt: int) -> bool:
-        # Sources hand out the same objects as long as nothing has changed: the usual step compares nothing else.
-        state = (columns, missing, len(self._reasons), len(self._guard.disabled), attempt)
-        is_same = state == self._layout_state  # the same objects are not looked into
-        self._layout_state = state
-        if is_same:
-            return False
-        modules = list(missing)
-        unseen = modules + self._static_unseen + [f"{name}: {why}" for name, why in self._reasons.items()]
-        unseen += [f"{part}: {why}" for part, why in self._guard.off()]
-        return self.layouts.update(columns, unseen, len(modules) + len(self._static_unseen), attempt)
 
     @property
     def layout(self) -> Layout:
         """The layout in force."""
-        return self.layouts.current
-
-    def not_observed(self, name: str, reason: str) -> None:
-        """Something cannot be seen: say so once, and in the layout."""
-        if name not in self._reasons:
-            self._reasons[name] = reason
-            self._note(f"{name} not observed: {reason}")
-
-    def _unseen_quietly(self, name: str, reason: str) -> None:
-        """The same in the layout only: of what is a sample anyway."""
-        self._reasons.setdefault(name, reason)
+        return self.observed.layout
 
     def poll(self, *, wait: bool = False) -> list[PendingFrame]:
         """Frames of the steps whose numbers have arrived; `wait` only where training stands still anyway."""
         return [
-            PendingFrame(frames.FrameParts(run=self._run, rank=self._rank, note=note, values=values))
+            PendingFrame(frames.FrameParts(run=self._run, rank=self._rank, note=note, values=values), note.step)
             for note, values in self._ring.poll(wait=wait)
         ]
 
@@ -390,3 +367,10 @@ class Recorder:
         self._guard.call("closer look detach", self.closer.detach)
         if self._source is not None:
             self._guard.call(f"{self._source.name} detach", self._source.detach)
+
+
+def _places(reading: Reading | None) -> npt.NDArray[np.int64] | None:
+    """See `StepNote.places`."""
+    if reading is None or not isinstance(reading.values, Pieces) or reading.values.places is None:
+        return None
+    return reading.values.places.host

@@ -151,9 +151,10 @@ class Session:
         """Send the layout if it is new, then every frame that has arrived."""
         if self.context.lr.seen is not None and self._warmup() != self._warmup_told:
             self._introduce()
-        self.uplink.announce(self.recorder.layout)
+        layout = self.recorder.layout
+        self.uplink.announce(layout)
         for frame in self.recorder.poll(wait=wait):
-            self.evidence.note(frame, self.recorder.layout)
+            self.evidence.note(frame, layout)
             self.uplink.send(frame)
         dropped = self.recorder.dropped
         if dropped > self._num_dropped:
@@ -188,7 +189,7 @@ class Session:
         self.guard.call("transport", self._introduce)
 
     def _introduce(self) -> None:
-        self.recorder.refresh_layout(self.attempt)
+        self.recorder.observed.refresh(self.attempt)
         self.uplink.introduce(self.hello(), self.recorder.layout)
 
     def _begin_attempt(self) -> None:

@@ -188,20 +188,21 @@ class Watch:
         session.step += 1
         if len(self._guard.disabled) != self._num_off:  # what is off is said in the layout, also when that is capture
             self._num_off = len(self._guard.disabled)
-            self._recorder.refresh_layout(session.attempt)
+            self._recorder.observed.refresh(session.attempt)
         self._guard.call("frames", session.send_frames)
         if session.uplink.has_news:
             self._guard.call("replies", self._take_replies)
         self._recorder.spent(time.perf_counter() - started)
-        is_idle = self._boundary.is_idle
-        if not is_idle or self._boundary.is_joint:
+        if self._boundary.is_due:
+            is_idle = self._boundary.is_idle
             started = time.perf_counter()
             self._guard.call("boundary", self._boundary.run, session.step)
             if is_idle:  # waited for the other ranks' votes only: that belongs to the step
                 self._recorder.spent(time.perf_counter() - started)
             else:
                 self._recorder.restart_clock()
-        self._guard.call("checkpoints", session.maybe_save)
+        if session.context.checkpoints is not None:
+            self._guard.call("checkpoints", session.maybe_save)
         self._recorder.begin(session.step + 1)
         if session.context.halt_reason is not None:
             self._halt(session.context.halt_reason)
@@ -261,15 +262,9 @@ class Watch:
             data.note_boundary()
             if (data.unavailable is None or data.samples) and "samples" not in data.uncounted:
                 samples = float(data.samples)
-        known = list(self._batches.values()) if self._batches else []
-        counted = [n for batches in known if (n := batches.take_tokens()) is not None]
-        if tokens is None and counted:
-            tokens = sum(counted)
-        for batches in known:
-            for name, reason in batches.uncounted.items():
-                self._recorder.not_observed(name, reason)
-            if batches.remark is not None:
-                self._session.note(batches.remark)
+        if self._batches:
+            counted = self._count_tokens(list(self._batches.values()))
+            tokens = counted if tokens is None else tokens
         self._recorder.finish(
             loss,
             step=self._session.step + 1,
@@ -277,6 +272,16 @@ class Watch:
             tokens=tokens,
             samples=samples,
         )
+
+    def _count_tokens(self, known: list[Batches]) -> float | torch.Tensor | None:
+        """Tokens of the batches seen in this step; None if they cannot be counted."""
+        counted = [n for batches in known if (n := batches.take_tokens()) is not None]
+        for batches in known:
+            for name, reason in batches.uncounted.items():
+                self._recorder.observed.not_observed(name, reason)
+            if batches.remark is not None:
+                self._session.note(batches.remark)
+        return sum(counted) if counted else None
 
     def _take_replies(self) -> None:
         self._session.uplink.say_notes(is_unwritable_known=self._session.journal.unavailable is not None)

@@ -1,7 +1,7 @@
-"""A step's frame that still has to be put together by whoever needs it first, usually the transport thread.
+"""A frame that is built on first use, usually by the transport thread, to keep the work off the training thread.
 
-Its numbers are on the host and nobody writes to them any more, so any thread may do it; two threads at once make equal
-frames. This keeps the work off the training thread.
+Its numbers are on the host and do not change any more, so any thread may build the frame. Two threads that do so at
+once build equal frames.
 """
 
 from __future__ import annotations
@@ -12,31 +12,28 @@ from fp8watch.records import Message, StepFrame
 
 
 class Parts(Protocol):
-    """What a frame is put together from."""
-
-    @property
-    def step(self) -> int:
-        """The optimizer step."""
+    """What a frame is built from."""
 
     def frame(self) -> StepFrame:
         """The complete frame."""
 
     def scalars(self) -> dict[str, float]:
-        """The frame's scalars alone, which is much less work."""
+        """The frame's scalars alone, which are much cheaper."""
 
 
 class PendingFrame:
-    """Made by the recorder; queued instead of the message that it becomes."""
+    """Made by the recorder and queued in place of its message."""
 
     __slots__ = ("_frame", "_parts", "step")
 
-    def __init__(self, parts: Parts) -> None:
-        self.step = parts.step
+    def __init__(self, parts: Parts, step: int) -> None:
+        """`step`: the optimizer step."""
+        self.step = step
         self._parts: Parts | None = parts
         self._frame: StepFrame | None = None
 
     def frame(self) -> StepFrame:
-        """The frame, put together at the first call (by both of two threads at once). Raises what that raises."""
+        """The frame, built at the first call. Raises what building it raises."""
         parts, found = self._parts, self._frame  # in this order: the frame is set before the parts are released
         if found is None:
             assert parts is not None
@@ -45,7 +42,7 @@ class PendingFrame:
         return found
 
     def scalars(self) -> dict[str, float]:
-        """The frame's scalars, whether or not it has been put together."""
+        """The frame's scalars, whether or not the frame has been built."""
         parts, found = self._parts, self._frame
         if found is not None:
             return found.scalars
@@ -54,9 +51,9 @@ class PendingFrame:
 
 
 Outgoing = Message | PendingFrame
-"""What training hands to the transport."""
+"""What the training thread sends."""
 
 
 def as_message(outgoing: Outgoing) -> Message:
-    """The message to send. Raises what putting a frame together raises."""
+    """The message to send. Raises what building a frame raises."""
     return outgoing.frame() if isinstance(outgoing, PendingFrame) else outgoing

@@ -64,7 +64,7 @@ def watched(steps: int = 80, *, rank: int = 0, **trouble: Any) -> Evidence:
         frame = StepFrame(
             run="r", attempt=0, rank=rank, step=step, layout_id=1, time_unix=0.0, scalars=scalars, columns=columns
         )  # fmt: skip
-        evidence.note(PendingFrame(Made(frame)), LAYOUT)
+        evidence.note(PendingFrame(Made(frame), frame.step), LAYOUT)
     return evidence
 
 
@@ -113,7 +113,7 @@ def test_a_slow_rise_is_seen_in_the_mean() -> None:
         frame = StepFrame(
             run="r", attempt=0, rank=0, step=step, layout_id=1, time_unix=0.0, scalars={"loss": 2.0 * math.exp(0.15)}
         )  # fmt: skip
-        evidence.note(PendingFrame(Made(frame)), LAYOUT)
+        evidence.note(PendingFrame(Made(frame), frame.step), LAYOUT)
     assert evidence.objection(order()) is None
 
 
@@ -163,7 +163,7 @@ class Unreadable(Made):
 @pytest.mark.parametrize("has_scalars", [True, False])
 def test_a_frame_that_cannot_be_read_does_not_make_the_rank_agree(has_scalars: bool) -> None:
     evidence = watched()
-    evidence.note(PendingFrame(Unreadable(81, has_scalars=has_scalars)), LAYOUT)
+    evidence.note(PendingFrame(Unreadable(81, has_scalars=has_scalars), 81), LAYOUT)
     found = evidence.objection(order(tensors=["a:input"]))
     assert found is not None
     assert "has seen nothing out of the ordinary itself" in found

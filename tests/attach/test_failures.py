@@ -12,6 +12,8 @@ import torch
 from watched_training import START, RecordingChannel, Trainer
 
 import fp8watch
+from fp8watch.actions.lr_rules import Hold
+from fp8watch.checkpoints import Checkpoints
 from fp8watch.records import LedgerUpdate, StepFrame
 from fp8watch.training.guard import FAILURES_TO_DISABLE, Guard
 
@@ -48,9 +50,10 @@ def expected_losses(steps: int) -> list[float]:
         "watched_training.RecordingChannel.notes",
     ],
 )
-def test_no_exception_of_ours_reaches_training(trainer, channel, monkeypatch, caplog, part):
+def test_no_exception_of_ours_reaches_training(trainer, channel, monkeypatch, caplog, tmp_path, part):
     expected = expected_losses(8)
-    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    checkpoints = Checkpoints(tmp_path, every=4) if part.endswith("maybe_save") else None
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto", checkpoints=checkpoints)
     called = []
 
     def fail(*args, **kwargs):
@@ -64,6 +67,8 @@ def test_no_exception_of_ours_reaches_training(trainer, channel, monkeypatch, ca
         channel().replies.extend(command("checkpoint_now", id=str(i), sequence=i) for i in range(3))
     if part.endswith("ClipControl.before_step"):  # without a limit of ours it is not called
         watch._session.context.clip.set_limit(1e9)
+    if part.endswith("LrControl.enter"):  # nor this without a rule
+        watch._session.context.lr.add("test", Hold(begin=0, steps=None))
     assert trainer.steps(watch, 8) == expected
     assert watch.global_step == 8
     assert called

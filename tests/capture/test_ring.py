@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8watch.capture import ring as ring_module
+from fp8watch.capture.mapped import can_map
 from fp8watch.capture.ring import Ring
 
-DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool]
 
 
 class Event:
@@ -71,6 +72,56 @@ def test_pieces_arrive_as_one_tensor(sizes, dtype):
     assert values["whole"].tolist() == torch.cat(pieces).tolist()
     assert values["before"].tolist() == values["after"].tolist() == [7.0] * 3
     assert values["scalar"] == 0.5
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20), st.booleans())
+def test_bf16_is_widened_on_the_host_to_the_bit(numbers, is_alone):
+    """Alone it is joined as it is, beside another dtype as bytes at whatever offset."""
+    ring: Ring[int] = Ring(torch.device("cpu"), slot_bytes=64)
+    given_ = torch.tensor(numbers).to(torch.bfloat16)
+    others = {} if is_alone else {"flag": torch.tensor([True]), "float": torch.tensor([0.5])}
+    ring.push({**others, "values": given_, "scalar": given_[0], "pieces": [given_, given_[:1]]}, 0)
+    ((_, values),) = ring.poll()
+    wanted = given_.to(torch.float32).numpy()
+    assert values["values"].tobytes() == values.raw("values") == wanted.tobytes()
+    assert np.array_equal(np.float32(values.number("scalar")), wanted[0], equal_nan=True)
+    assert values.raw("pieces") == wanted.tobytes() + wanted[:1].tobytes()
+
+
+def test_dtypes_that_the_host_cannot_read_become_float32():
+    ring: Ring[int] = Ring(torch.device("cpu"))
+    ring.push(
+        {"e4m3": torch.tensor([1.5, -448.0]).to(torch.float8_e4m3fn), "i2": torch.tensor(3, dtype=torch.int16)}, 0
+    )
+    ((_, values),) = ring.poll()
+    assert values["e4m3"].tolist() == [1.5, -448.0]
+    assert values["i2"] == 3.0
+
+
+def test_elements_that_are_not_side_by_side_arrive_in_order():
+    ring: Ring[int] = Ring(torch.device("cpu"))
+    ring.push({"column": torch.arange(6.0).view(3, 2)[:, 1], "flag": torch.tensor(True)}, 0)
+    ((_, values),) = ring.poll()
+    assert values["column"].tolist() == [1.0, 3.0, 5.0]
+
+
+def test_a_loss_with_a_graph_is_taken_without_it_and_gradients_stay_as_they_were():
+    weight = torch.ones(2, requires_grad=True)
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            ring: Ring[int] = Ring(torch.device("cpu"))
+            ring.push({"loss": (weight * 3.0).sum(), "norm": torch.tensor(1.0, dtype=torch.bfloat16)}, 0)
+            assert torch.is_grad_enabled() is mode
+    with pytest.raises(RuntimeError):
+        ring.push({"bad": torch.zeros(2, device="meta")}, 0)
+    assert torch.is_grad_enabled()
+    ((_, values),) = ring.poll()
+    assert values["loss"] == 6.0
+
+
+def test_without_a_device_nothing_can_be_mapped():
+    if not torch.cuda.is_available():
+        assert can_map(torch.device("cuda", 0)) is False
 
 
 def test_what_two_devices_bring_is_one_step():

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from fp8watch.capture.frames import LayoutBook, StepNote, build_frame, device_values
+from fp8watch.capture.ring import Ring
 from fp8watch.capture.source import Pieces
 from fp8watch.capture.te.delayed import TeDelayedSource
 from fp8watch.capture.te.slots import slot_names
 from fp8watch.capture.te.tap import UPDATE, update_tap
+from fp8watch.columns import unpack
 
 FP8_MAX = {True: 448.0, False: 57344.0}
 
@@ -206,6 +209,60 @@ def test_what_a_rank_had_before_the_reduction_is_seen(library: Library) -> None:
         assert reading.values["amax_local"].tolist() == [own] * 3
     source.detach()
     assert Manager.__dict__["reduce_tensor_across_group_op_max"] is untouched
+
+
+class DotProductAttention(Linear):
+    """Attention outside FP8: 9 and 6 slots, of which three each have a meaning."""
+
+    def __init__(self, library: Library, label: str) -> None:
+        super().__init__(library, label)
+        for key, slots in (("scaling_fwd", 9), ("scaling_bwd", 6)):
+            self.fp8_meta[key] = SimpleNamespace(scale=torch.ones(slots), amax_history=torch.zeros(4, slots))
+
+
+def test_only_our_columns_are_picked_from_the_vectors_on_host_and_device_alike(library: Library) -> None:
+    """Vectors hold slots without a meaning and other models' tensors; they reach the host as they are."""
+    ours = model(library, "a")
+    model(library, "of_another_model")
+    ours["attention"] = DotProductAttention(library, "attention")
+    ours["b"] = Linear(library, "b")
+    source = TeDelayedSource(ours, extension=library)
+    ring: Ring[StepNote] = Ring(torch.device("cpu"))
+    book = LayoutBook("r", 0)
+    for step in range(1, 4):
+        source.begin(with_statistics=False)
+        wanted = {}
+        for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
+            amaxes = {}
+            for i, module in enumerate(library.registered[forward]):
+                scale = module.fp8_meta[key].scale
+                amaxes[module.label] = [step + 100 * i + slot for slot in range(scale.numel())]
+                names = slot_names(module, module.label, forward=forward, num_slots=scale.numel())
+                for slot, used, amax in zip(names, scale.tolist(), amaxes[module.label], strict=True):
+                    if slot is not None and module.label != "of_another_model":
+                        wanted[":".join(slot)] = (amax, used)
+            library.micro_batch(forward, amaxes)
+        reading = source.read()
+        assert reading is not None
+        names = [column.name for column in source.columns()]
+        assert names == list(wanted)
+        assert len(names) == 2 * 5 + 3 + 3
+        found = zip(reading.values["amax"].tolist(), reading.values["scale"].tolist(), strict=True)
+        assert dict(zip(names, found, strict=True)) == wanted
+        assert isinstance(reading.values, Pieces)
+        assert reading.values.places is not None
+        book.update(source.columns(), [], 0, 0)
+        note = StepNote(
+            step=step, attempt=0, layout=book.current, time_unix=0.0, places=reading.values.places.host,
+            zero_is_unseen=reading.zero_is_unseen,
+        )  # fmt: skip
+        assert ring.push(device_values({"loss": torch.tensor(1.0)}, reading), note)
+        ((_, arrived),) = ring.poll()
+        columns = build_frame("r", 0, note, arrived).columns
+        sent = zip(unpack(columns["amax"])[0].tolist(), unpack(columns["scale"])[0].tolist(), strict=True)
+        assert dict(zip(names, sent, strict=True)) == wanted
+        assert unpack(columns["scale"])[1].all()
+    source.detach()
 
 
 def test_two_recipes_have_a_vector_each(library: Library) -> None:

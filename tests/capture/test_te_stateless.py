@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8watch.capture.te.gemm_tap import GemmTap
-from fp8watch.capture.te.source import THEN_WITHIN, TeSource
+from fp8watch.capture.te.source import WITHIN, TeSource
 from fp8watch.capture.te.stateless import TeStatelessSource
 
 
@@ -245,7 +245,7 @@ def test_a_recipe_that_changes_late_in_one_of_many_modules_is_noticed(tap):
             source.begin(with_statistics=False)
         assert linear.general_gemm is untouched
         model[3].fp8_meta["scaling_fwd"] = SimpleNamespace()  # current scaling keeps no scale
-        for _ in range(2 * THEN_WITHIN):
+        for _ in range(2 * WITHIN):
             source.begin(with_statistics=False)
         assert linear.general_gemm is not untouched
     finally:

@@ -39,7 +39,7 @@ class Parts:
 
 def test_the_frame_is_made_once_and_its_scalars_need_no_frame() -> None:
     parts = Parts(3)
-    pending = PendingFrame(parts)
+    pending = PendingFrame(parts, parts.step)
     assert (pending.step, pending.scalars(), parts.made) == (3, {"loss": 1.0}, 0)
     frame = pending.frame()
     assert pending.frame() is frame is as_message(pending)
@@ -49,13 +49,12 @@ def test_the_frame_is_made_once_and_its_scalars_need_no_frame() -> None:
 def test_parts_of_a_step_give_the_scalars_of_its_frame() -> None:
     note = StepNote(step=7, attempt=0, layout=LAYOUT, time_unix=1.0, scalars={"loss": 0.5, "learning_rate": 1e-3})
     parts = FrameParts(run="r", rank=0, note=note, values=Arrived(b"", {}))
-    assert parts.step == 7
     assert parts.scalars() == parts.frame().scalars == {"loss": 0.5, "learning_rate": 1e-3}
 
 
 def test_threads_that_ask_at_once_get_equal_frames() -> None:
     for _ in range(50):
-        pending, barrier, found = PendingFrame(Parts(1)), threading.Barrier(3), list[StepFrame]()
+        pending, barrier, found = PendingFrame(Parts(1), 1), threading.Barrier(3), list[StepFrame]()
 
         def ask(pending: PendingFrame = pending, barrier: threading.Barrier = barrier, found: Any = found) -> None:
             barrier.wait()
@@ -73,7 +72,7 @@ def test_threads_that_ask_at_once_get_equal_frames() -> None:
 def test_a_pending_frame_is_bounded_like_a_frame() -> None:
     queue = OutgoingQueue(2)
     for step in range(5):
-        queue.put(PendingFrame(Parts(step)), "queue_full")
+        queue.put(PendingFrame(Parts(step), step), "queue_full")
     assert queue.overflowed["queue_full"] == 3
     assert [as_message(queue.take()).step for _ in range(2)] == [3, 4]  # type: ignore[arg-type, union-attr]
 
@@ -83,8 +82,8 @@ def test_a_frame_that_cannot_be_made_is_counted_and_the_next_goes_out(tmp_path: 
         raise RuntimeError("torn")
 
     queue = OutgoingQueue(8)
-    queue.put(PendingFrame(Parts(1, fail)), "queue_full")
-    queue.put(PendingFrame(Parts(2)), "queue_full")
+    queue.put(PendingFrame(Parts(1, fail), 1), "queue_full")
+    queue.put(PendingFrame(Parts(2), 2), "queue_full")
     link = Link(address=tmp_path / "s", settings=SimpleNamespace(), queue=queue, process=None)  # type: ignore[arg-type]
     link._load_next()
     assert (link.dropped["unencodable"], link._current) == (1, None)
@@ -92,14 +91,14 @@ def test_a_frame_that_cannot_be_made_is_counted_and_the_next_goes_out(tmp_path: 
     assert isinstance(link._current, StepFrame)
     assert link._current.step == 2
     with pytest.raises(RuntimeError):
-        PendingFrame(Parts(1, fail)).frame()
+        PendingFrame(Parts(1, fail), 1).frame()
 
 
 @pytest.mark.parametrize(("room", "pause"), [(256, PAUSE_SECONDS), (4, SHORT_PAUSE_SECONDS)])
 def test_the_training_thread_gets_its_turn_between_the_messages_of_a_backlog(room, pause, tmp_path, monkeypatch):
     queue = OutgoingQueue(room)
     for step in range(4):
-        queue.put(PendingFrame(Parts(step)), "queue_full")
+        queue.put(PendingFrame(Parts(step), step), "queue_full")
     settings = SimpleNamespace(queue_frames=room)
     link = Link(address=tmp_path / "s", settings=settings, queue=queue, process=None)  # type: ignore[arg-type]
     pauses: list[float] = []

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fp8watch.capture.blocks import block_of
-from fp8watch.capture.source import Pieces, Reading
+from fp8watch.capture.source import Pieces, Places, Reading
 from fp8watch.capture.te.states import delayed_states, element_names, metas, recipe_of
 from fp8watch.capture.te.tap import UpdateTap, update_tap
 from fp8watch.capture.te.tensors import format_name
@@ -43,14 +43,16 @@ class _Vector:
     is_forward: bool
     slots: list[tuple[tuple[str, Any], Any, Any]]
     """`((module name, tensor), module, recipe state)` of each column."""
-    positions: torch.Tensor | None
-    """Indices into TE's vector (int64, on the device); None: the whole vector is ours, in this order."""
+    positions: list[int]
+    """Index of each column in TE's vector, which may hold other models' tensors and slots that mean nothing too."""
+    size: int
+    """Elements of TE's vector."""
     scales: tuple[torch.Tensor, ...]
     """The scale tensors that the vector was made from; kept, so that their ids are not reused."""
     signature: tuple[int, ...]
     """The ids of `scales`."""
     amax: torch.Tensor | None = None
-    """Largest of the step; None: not updated in this step."""
+    """Largest of the step, of all elements of TE's vector; None: not updated in this step."""
     amax_last: torch.Tensor | None = None
     amax_local: torch.Tensor | None = None
     """Like `amax`, for this rank before the reduction over ranks; None: no reduction."""
@@ -80,9 +82,11 @@ class TeDelayedSource:
         self._vectors: dict[tuple[int, ...], _Vector] = {}
         """By signature, in order of discovery."""
         self._ordered: list[_Vector] = []
-        """The same, forward ones first. This and `_is_spread` are updated when vectors change."""
+        """The same, forward ones first. This and the two below are updated when vectors change."""
         self._is_spread = False
         """Whether they are on several devices."""
+        self._places: Places | None = None
+        """Of our columns in the joined vectors; None: all of them, in this order."""
         self._foreign: dict[tuple[int, ...], int] = {}
         """Vectors of other models by signature, and how often they were seen."""
         self._recipes: list[Any] = []
@@ -100,21 +104,26 @@ class TeDelayedSource:
 
         The same object as long as nothing has changed, so that steps need not compare columns.
         """
-        self._refresh()
+        if self._is_stale:
+            self._refresh()
         return self._columns
 
     def not_observable(self) -> Sequence[str]:
         """FP8 modules that have not taken part in any update so far."""
-        self._refresh()
+        if self._is_stale:
+            self._refresh()
         return self._missing
 
     def _arrange(self) -> None:
         self._ordered = sorted(self._vectors.values(), key=lambda vector: not vector.is_forward)
         self._is_spread = len({scale.device for vector in self._ordered for scale in vector.scales}) > 1
+        places, start = [], 0
+        for vector in self._ordered:
+            places += [start + position for position in vector.positions]
+            start += vector.size
+        self._places = None if places == list(range(start)) else Places(places)
 
     def _refresh(self) -> None:
-        if not self._is_stale:
-            return
         self._is_stale = False
         # Also after the first two reads: modules that have not shown up by then are named.
         state = (
@@ -151,23 +160,29 @@ class TeDelayedSource:
         """
         self._num_reads += 1
         self._is_stale = True
-        forward, backward, has_local = 0, 0, False
-        for vector in self._ordered:
+        vectors = self._ordered
+        forward, backward, is_usual = 0, 0, not self._is_spread
+        for vector in vectors:
+            updates = vector.updates
             if vector.is_forward:
-                forward = max(forward, vector.updates)
+                forward = max(forward, updates)
             else:
-                backward = max(backward, vector.updates)
-            has_local = has_local or vector.amax_local is not None
+                backward = max(backward, updates)
+            is_usual = is_usual and updates == 1 and vector.amax_local is None
         if not forward and not backward:
             return None
-        parts = {"amax": self._parts("amax")}
-        if forward > 1 or backward > 1:
-            parts["amax_last"] = self._parts("amax_last")
-        if has_local:
-            parts["amax_local"] = self._parts("amax_local")
-        parts["scale"] = self._parts("scale")
+        parts: dict[str, list[Any]]
+        if is_usual:
+            parts = {"amax": [vector.amax for vector in vectors], "scale": [vector.scale for vector in vectors]}
+        else:
+            names = ["amax", "scale"]
+            if forward > 1 or backward > 1:
+                names.append("amax_last")
+            if any(vector.amax_local is not None for vector in vectors):
+                names.append("amax_local")
+            parts = {name: self._parts(name) for name in names}
         return Reading(
-            values=Pieces(parts), zero_is_unseen=True, updates_forward=forward, updates_backward=backward
+            values=Pieces(parts, self._places), zero_is_unseen=True, updates_forward=forward, updates_backward=backward
         )  # fmt: skip
 
     def _parts(self, name: str) -> list[torch.Tensor]:
@@ -179,7 +194,7 @@ class TeDelayedSource:
             if values is None and name == "amax_local":
                 values = vector.amax  # a recipe without reduction over ranks
             if values is None:
-                values = torch.zeros(len(vector.slots), device=vectors[0].scales[0].device)
+                values = torch.zeros(vector.size, device=vectors[0].scales[0].device)
             found.append(values)
         if self._is_spread:
             device = vectors[0].scales[0].device
@@ -193,9 +208,12 @@ class TeDelayedSource:
     def _on_update(self, amax: torch.Tensor, scales: Sequence[torch.Tensor], local: torch.Tensor | None = None) -> None:
         """Called before TE's update: `amax` is reduced over ranks, `scales` are those just used, `local` is the amax
         before the reduction if there was one. Runs on autograd's thread too."""
-        vector = next((known for known in self._ordered if known.is_of(scales)), None)
-        if vector is None:
-            vector = self._meet(scales, amax.device)
+        vector: _Vector | None
+        for vector in self._ordered:
+            if vector.is_of(scales):
+                break
+        else:
+            vector = self._meet(scales)
             if vector is None:
                 return
         if vector.is_forward and vector.updates and torch._C._current_graph_task_id() != -1:
@@ -203,9 +221,6 @@ class TeDelayedSource:
             # have replaced those of its casts.
             return
         used = torch.cat(vector.scales)
-        if vector.positions is not None:
-            used, amax = used[vector.positions], amax[vector.positions]
-            local = None if local is None else local[vector.positions]
         vector.updates += 1
         if local is not None:
             vector.amax_local = local if vector.amax_local is None else torch.maximum(vector.amax_local, local)
@@ -218,18 +233,16 @@ class TeDelayedSource:
         vector.amax_last = torch.where(was_cast, amax, vector.amax_last)
         vector.scale = torch.where(was_cast, used, vector.scale)
 
-    def _meet(self, scales: Sequence[torch.Tensor], device: torch.device) -> _Vector | None:
+    def _meet(self, scales: Sequence[torch.Tensor]) -> _Vector | None:
         """A vector that is not known as ours. One of another model is looked at again only now and then."""
         signature = tuple(map(id, scales))
         met = self._foreign.get(signature, 0)
         if met % LOOK_AGAIN:
             self._foreign[signature] = met + 1
             return None
-        return self._index(scales, signature, device)
+        return self._index(scales, signature)
 
-    def _index(
-        self, scales: Sequence[torch.Tensor], signature: tuple[int, ...], device: torch.device
-    ) -> _Vector | None:
+    def _index(self, scales: Sequence[torch.Tensor], signature: tuple[int, ...]) -> _Vector | None:
         """Find our columns in a new vector; None: it belongs to other models.
 
         New vectors also come later: modules get their state at their first forward, and models grow.
@@ -251,13 +264,9 @@ class TeDelayedSource:
             self._foreign[signature] = self._foreign.get(signature, 0) + 1
             return None
         self._foreign.clear()
-        index = None
-        if positions != list(range(offset)):
-            index = torch.tensor(positions, device="cpu", pin_memory=device.type == "cuda").to(
-                device, non_blocking=True
-            )
         vector = _Vector(
-            is_forward=is_forward, slots=found, positions=index, scales=tuple(scales), signature=signature
+            is_forward=is_forward, slots=found, positions=positions, size=offset, scales=tuple(scales),
+            signature=signature,
         )  # fmt: skip
         # A vector that has grown replaces its former self; so does one whose states were made anew.
         live = {id(entry[4]) for entry in owned.values()}

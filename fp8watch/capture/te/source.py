@@ -27,9 +27,12 @@ from fp8watch.records import TensorColumn
 
 logger = logging.getLogger(__name__)
 
-EVERY_STEP_UNTIL, THEN_WITHIN = 4, 64
-"""All modules are searched for stateless recipes in each of the first steps, and afterwards once in 64 steps, some per
-step. Recipes seldom change during a run, and a search of the whole model costs as much as all else in a step."""
+EVERY_STEP_UNTIL, THEN_EVERY, SHARES = 4, 16, 4
+"""All modules are searched for stateless recipes in each of the first steps. Afterwards a quarter of them is searched
+in one step of 16: recipes seldom change during a run, and a search of the whole model costs more than all else in a
+step."""
+WITHIN = THEN_EVERY * SHARES
+"""Steps in which all have been searched."""
 
 
 class TeSource:
@@ -49,9 +52,11 @@ class TeSource:
         except (ImportError, AttributeError) as error:
             logger.warning("fp8watch: casts of this Transformer Engine cannot be counted: %s", error)
         self._num_begins = 0
+        self._was_sampled = True
+        """Whether the last step was begun with statistics, or none was."""
         self._to_ask: list[torch.nn.Module] = []
         self._share = 1
-        """Modules searched per step."""
+        """Modules searched at a time."""
         self._parts: tuple[Sequence[TensorColumn], Sequence[TensorColumn]] = ((), ())
         self._columns: Sequence[TensorColumn] = ()
         self._named_for: tuple[object, ...] = ()
@@ -69,6 +74,8 @@ class TeSource:
 
     def columns(self) -> Sequence[TensorColumn]:
         """The same object as long as neither part changes."""
+        if self._stateless is None:
+            return self._delayed.columns()
         delayed = self._delayed.columns()
         stateless = self._stateless.columns() if self._stateless is not None else ()
         if delayed is not self._parts[0] or stateless is not self._parts[1]:
@@ -109,11 +116,15 @@ class TeSource:
         """Start an optimizer step."""
         self._delayed.begin(with_statistics=with_statistics)
         self._num_begins += 1
-        if self._statistics is not None:
+        if self._statistics is not None and (with_statistics or self._was_sampled):
             self._statistics.begin(is_sampled=with_statistics)
+        self._was_sampled = with_statistics
         if self._stateless is not None:
             self._stateless.begin(with_statistics=with_statistics)
-        elif self._why_not is None and self._is_stateless_found():
+        elif (
+            (self._num_begins % THEN_EVERY == 0 or self._num_begins <= EVERY_STEP_UNTIL)
+            and self._why_not is None and self._is_stateless_found()
+        ):  # fmt: skip
             self._listen()
 
     def look_closer(self, modules: Sequence[str] | None) -> bool:
@@ -122,19 +133,18 @@ class TeSource:
 
     def read(self) -> Reading | None:
         """The numbers of both parts; a part that did not run counts as not observed."""
-        reading = self._read()
-        if self._statistics is not None:
+        reading = self._delayed.read() if self._stateless is None else self._read(self._stateless)
+        if self._statistics is not None and self._was_sampled:
             reading = self._statistics.add_to(reading, self.columns)
         return reading
 
-    def _read(self) -> Reading | None:
-        delayed = self._delayed.read()
-        stateless = self._stateless.read() if self._stateless is not None else None
-        if self._stateless is None or not self._stateless.columns():
+    def _read(self, source: TeStatelessSource) -> Reading | None:
+        delayed, stateless = self._delayed.read(), source.read()
+        if not source.columns():
             return delayed
         if delayed is None and stateless is None:
             return None
-        lengths = (len(self._delayed.columns()), len(self._stateless.columns()))
+        lengths = (len(self._delayed.columns()), len(source.columns()))
         if not lengths[0]:
             return stateless
         return _joined((delayed, stateless), lengths)
@@ -152,7 +162,7 @@ class TeSource:
             return any(_is_stateless(module) for module in self._model.modules())
         if not self._to_ask:
             self._to_ask = [module for module in self._model.modules() if is_stateful(module)]
-            self._share = -(-len(self._to_ask) // THEN_WITHIN)
+            self._share = -(-len(self._to_ask) // SHARES)
         turn, self._to_ask = self._to_ask[: self._share], self._to_ask[self._share :]
         return any(map(_is_stateless, turn))
 

@@ -43,6 +43,8 @@ class UpdateTap:
         self._patches = Patches()
         self._reduction: Any = None
         """The manager's original static method while ours replaces it."""
+        self._is_reduced = False
+        """Whether ranks have ever reduced their amaxes: a single rank need not look for its own."""
         self._local = threading.local()
         self._subscribers: tuple[Subscriber, ...] = ()
         self._lock = threading.Lock()
@@ -72,6 +74,7 @@ class UpdateTap:
     def _tapped_reduction(self, original: Any) -> Any:
         def reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
             # Kept until the next update on this thread, which gets the same tensor.
+            self._is_reduced = True
             self._local.before = (tensor, tensor.clone()) if self._subscribers else None
             return original.__func__(tensor, *args, **options)
 
@@ -86,7 +89,7 @@ class UpdateTap:
 
     def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def tapped(amax: torch.Tensor, histories: Any, scales: Any, *rest: Any, **options: Any) -> Any:
-            before = self._before(amax)
+            before = self._before(amax) if self._is_reduced else ()
             for subscriber in self._subscribers:
                 try:
                     subscriber(amax, scales, *before)
