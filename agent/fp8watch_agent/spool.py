@@ -219,12 +219,18 @@ class Spool:
         parts = [
             _HEAD.pack(len(e.data), len(e.run.encode()), e.is_frame) + e.run.encode() + e.data for e in kept
         ]  # fmt: skip
-        try:
-            # Durable: a power failure now must not lose the entries that the old segment held.
-            replace_file(path, b"".join(parts), durable=True, mode=_MODE)
-            self._sizes[path] = sum(map(len, parts))
-        except OSError as error:
-            logger.warning("spool segment %s cannot be shortened: %s", path, error)
-            with contextlib.suppress(OSError):
-                path.unlink()
-            self._sizes.pop(path, None)
+        for is_last in (False, True):
+            try:
+                # Durable: a power failure now must not lose the entries that the old segment held.
+                replace_file(path, b"".join(parts), durable=True, mode=_MODE)
+                self._sizes[path] = sum(map(len, parts))
+                return
+            except OSError as error:
+                # A full disk may have room once the old segment is gone.
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                if is_last:
+                    logger.warning("spool segment %s cannot be shortened: %s", path, error)
+        self._sizes.pop(path, None)
+        if path != self._front_path:  # whose entries are in memory
+            self.lost["disk_full"] += len(kept)

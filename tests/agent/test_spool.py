@@ -146,3 +146,28 @@ def test_what_an_agent_left_that_was_killed_while_it_shortened_a_segment_is_remo
     left.write_bytes(b"x" * 100)
     assert numbers(drain(Spool(tmp_path, 10**9))) == [1]
     assert not left.exists()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_disk_too_full_to_shorten_a_segment_loses_nothing_silently(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try fails until the old segment is gone; if the second fails too, what is lost is counted."""
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 256)
+    spool = Spool(tmp_path, 600)
+    original, left = module.replace_file, iter(range(failures))
+
+    def replace_file(path: Path, data: bytes, **options: object) -> None:
+        if next(left, None) is not None:
+            raise OSError(28, "no space left on device")
+        original(path, data, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "replace_file", replace_file)
+    kept = [Entry("r", False, number.to_bytes(8, "big")) for number in range(40)]
+    for number, entry in enumerate(kept):
+        spool.put(frame(number, 40))
+        spool.put(entry)
+    found = [entry for entry in drain(spool) if not entry.is_frame]
+    assert len(found) + spool.lost["disk_full"] == len(kept)
+    assert (spool.lost["disk_full"] > 0) is (failures == 2)
+    spool.close()
