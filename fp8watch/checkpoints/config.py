@@ -28,8 +28,8 @@ class Checkpoints:
     """torch: `torch.save`, one file per rank (one for all if ranks hold replicas). dcp: `torch.distributed.checkpoint`,
     which another number of ranks can read, unless ranks held different tensors under one name (sharded by hand)."""
     background: bool = False
-    """dcp only: write in the background from a copy of model and optimizer (in host memory, DTensors on their device;
-    the size is logged at the first save). Pending until durable. The next save waits for one that is not done."""
+    """dcp only: write in the background from a copy of model and optimizer in host memory (its size is logged at the
+    first save). Pending until durable. The next save waits for one that is not done."""
     save: Callable[[Path], Any] | None = None
     """Writes model and optimizer into the given folder in place of fp8watch. Called on every rank. May return an object
     with `done()` and `result()`, like `concurrent.futures.Future`; the checkpoint is then pending until it is done."""

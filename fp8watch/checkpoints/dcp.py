@@ -73,7 +73,8 @@ class DcpStorage:
         writer = _dcp.FileSystemWriter(target, single_file_per_rank=True, sync_files=True)
         if not self._background:
             return Prepared(kept=kept, begin=lambda: self._in_front(state, writer, target, place))
-        copied = {name: _copy(tensor) for name, tensor in state.items()}
+        # A DTensor keeps its mesh, and its shard is in host memory too.
+        copied = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
         def work() -> dict[str, FileEntry]:
             self._write(copied, writer, is_alone=is_alone)
@@ -241,18 +242,6 @@ def _empty(entry: dict[str, Any], owner: torch.Tensor) -> torch.Tensor:
     if entry["shape"] == list(owner.shape):
         return torch.empty_like(owner.detach(), dtype=entry["dtype"])
     return torch.empty(entry["shape"], dtype=entry["dtype"], device="cpu")
-
-
-def _copy(tensor: torch.Tensor) -> Any:
-    if not is_sharded(tensor):
-        return tensor.to("cpu", copy=True)
-    whole: Any = tensor
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        whole.to_local().clone(), whole.device_mesh, whole.placements, run_check=False, shape=whole.shape,
-        stride=whole.stride(),
-    )  # fmt: skip
 
 
 def _restore_optimizer(
