@@ -31,6 +31,7 @@ _FP8 = tuple(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     if hasattr(torch, name)
 )
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Moment:
 def find(state: Mapping[str, Any], moment: str) -> Moment | str | None:
     """The moment in a parameter's optimizer state; a str describes an unknown layout; None: it is not FP8."""
     value = state.get(moment)
+    if type(value) is torch.Tensor and value.dtype in _PLAIN:
+        return None  # most moments: nothing else is asked of them
     if not isinstance(value, torch.Tensor):
         return None
     if hasattr(value, "to_local"):
@@ -98,9 +101,12 @@ class OptimizerStates:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         turn = [(self._next + i) % len(parameters) for i in range(min(PARAMETERS_A_CALL, len(parameters)))]
         self._next = (turn[-1] + 1) % len(parameters)
+        states = self._optimizer.state
         for row in turn:
+            state = states.get(parameters[row], {})
             for moment in MOMENTS:
-                self._look(moment, row, len(parameters), self._optimizer.state.get(parameters[row], {}))
+                if (found := find(state, moment)) is not None:
+                    self._hold(moment, row, len(parameters), found)
         if not self._held:
             self._rest = REST_CALLS if self._next == 0 or len(turn) == len(parameters) else 0
             return {}
@@ -112,16 +118,15 @@ class OptimizerStates:
             values[f"{moment}_underflow_ratio_max"] = (zeros / elements.clamp(min=1)).amax()
         return values
 
-    def _look(self, moment: str, row: int, num: int, state: Mapping[str, Any]) -> None:
-        found = find(state, moment)
+    def _hold(self, moment: str, row: int, num: int, found: Moment | str) -> None:
         if isinstance(found, str):
             self.not_observable = f"quantized moments of another layout: {found}"
-        elif found is not None:
-            figures = torch.stack(_figures(found))
-            held = self._held.get(moment)
-            if held is None or held.shape[1] != num:
-                held = self._held[moment] = torch.zeros(3, num, device=figures.device)
-            held[:, row].copy_(figures, non_blocking=True)
+            return
+        figures = torch.stack(_figures(found))
+        held = self._held.get(moment)
+        if held is None or held.shape[1] != num:
+            held = self._held[moment] = torch.zeros(3, num, device=figures.device)
+        held[:, row].copy_(figures, non_blocking=True)
 
 
 def _figures(moment: Moment) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

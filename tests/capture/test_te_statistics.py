@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from standin_te.tensors import DTYPE, MAX, DType, Float8TensorStorage
 from torch.nn import functional as F
 
@@ -203,6 +204,53 @@ def test_evaluation_and_other_models_are_left_out(parts):  # case: NUM-28
     assert counts(statistics) == {}
 
 
+def test_a_cast_that_is_not_counted_leaves_nothing_behind(parts, monkeypatch):
+    """Memory allocated in a graph's capture is the graph's, and tensors made in inference mode cannot be cleared."""
+    model, extension, statistics = parts
+    quantizer = model["a"].quantizers["scaling_fwd"][0]
+    statistics.begin(is_sampled=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(statistics, "_is_capturing", lambda: True)
+        extension.quantize(torch.ones(2), quantizer)
+        extension.gelu(torch.ones(2), quantizer)
+    model.eval()
+    with torch.inference_mode():
+        extension.quantize(torch.ones(2), quantizer)
+    assert statistics.rows is None
+    assert extension.calls == 1
+    model.train()
+    for _ in range(2):
+        statistics.begin(is_sampled=True)
+        extension.quantize(torch.ones(2), quantizer)
+        assert counts(statistics)["a:input"]["quantized"] == 2
+
+
+def test_a_forward_that_is_recomputed_is_neither_counted_nor_made_again(parts):  # case: HOK-06
+    model, extension, statistics = parts
+    quantizer = model["a"].quantizers["scaling_fwd"][0]
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            extension.layernorm_fwd(x, torch.ones(8), torch.zeros(8), 1e-5, None, quantizer, None, 0, False)
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            assert len(ctx.saved_tensors) == 1  # recomputed now
+            extension.quantize(gradient, model["a"].quantizers["scaling_bwd"][0])
+            return gradient
+
+    statistics.begin(is_sampled=True)
+    for _ in range(2):
+        x = torch.randn(4, 8, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(Norm.apply, x, use_reentrant=False).sum().backward()
+    found = counts(statistics)
+    assert {name: row["quantized"] for name, row in found.items()} == {"a:input": 64, "a:grad_output": 64}
+    assert extension.calls == 2 * (2 + 1)  # each forward with its source, each recomputation without
+
+
 def test_quantizers_made_anew_are_found(parts):
     model, extension, statistics = parts
     statistics.begin(is_sampled=True)
@@ -212,7 +260,7 @@ def test_quantizers_made_anew_are_found(parts):
     model["a"].quantizers["scaling_fwd"] = [fresh, SimpleNamespace(), SimpleNamespace()]
     statistics.begin(is_sampled=True)
     made = Float8TensorStorage(torch.zeros(2, dtype=torch.uint8), torch.ones(1))
-    statistics._on_cast(torch.ones(2), fresh, made)
+    statistics.on_cast(torch.ones(2), fresh, made)
     assert counts(statistics)["a:input"]["underflowed"] == 2
 
 
@@ -236,7 +284,7 @@ def test_block_scales_are_not_counted(parts):
     model, _, statistics = parts
     statistics.begin(is_sampled=True)
     made = Float8TensorStorage(torch.zeros(4, dtype=torch.uint8), torch.ones(2))
-    statistics._on_cast(torch.ones(4), model["a"].quantizers["scaling_fwd"][0], made)
+    statistics.on_cast(torch.ones(4), model["a"].quantizers["scaling_fwd"][0], made)
     assert counts(statistics) == {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +34,9 @@ class CastRow:
     elements: int = 0
     """Number counted in this step."""
     is_forward_done: bool = False
+    last: tuple[Any, torch.dtype, Any] | None = None
+    """How the next cast is launched if it is like the last one: `fp8watch.capture.te.cast_launch.Shortcut`, dtype of
+    the source, and the framework's name for the format."""
 
 
 class CastRows:
@@ -43,9 +47,8 @@ class CastRows:
         self._rows: dict[Key, CastRow] = {}
         # One program's share of a step's elements fits into 32 bits; all of them may not.
         self._dtype = torch.int64 if programs == 1 else torch.int32
-        self.counts = torch.zeros(0, programs, NUM_COUNTS, dtype=self._dtype, device=device)
-        """[rows, programs, NUM_COUNTS], in the order of the rows."""
-        self.sums = torch.zeros(0, programs, NUM_SUMS, device=device)
+        self._memory, self.counts, self.sums = self._allocate(0)
+        """`counts`: [rows, programs, NUM_COUNTS], in the order of the rows; `sums`: [rows, programs, NUM_SUMS]."""
 
     def __iter__(self) -> Iterator[CastRow]:
         return iter(self._rows.values())
@@ -67,8 +70,7 @@ class CastRows:
 
     def clear(self) -> None:
         """Start a new step with all counters at 0."""
-        self.counts.zero_()
-        self.sums.zero_()
+        self._memory.zero_()
         for row in self._rows.values():
             row.elements, row.is_forward_done = 0, False
 
@@ -77,10 +79,17 @@ class CastRows:
         return counts, sums, counts.data_ptr(), sums.data_ptr()
 
     def _grow(self) -> None:
-        room = max(FIRST_ROOM, 2 * len(self._rows))
-        counts = torch.zeros(room, self._programs, NUM_COUNTS, dtype=self._dtype, device=self.device)
-        sums = torch.zeros(room, self._programs, NUM_SUMS, device=self.device)
-        counts[: len(self.counts)], sums[: len(self.sums)] = self.counts, self.sums
-        self.counts, self.sums = counts, sums
+        counts, sums = self.counts, self.sums
+        self._memory, self.counts, self.sums = self._allocate(max(FIRST_ROOM, 2 * len(self._rows)))
+        self.counts[: len(counts)], self.sums[: len(sums)] = counts, sums
         for row in self._rows.values():
             row.counts, row.sums, row.counts_at, row.sums_at = self._place(row.number)
+
+    def _allocate(self, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Zeros for a number of rows: one memory, which is cleared at once, with the counts and then the sums in it."""
+        num_counts = room * self._programs * NUM_COUNTS * self._dtype.itemsize
+        num_sums = room * self._programs * NUM_SUMS * torch.float32.itemsize
+        memory = torch.zeros(num_counts + num_sums, dtype=torch.uint8, device=self.device)
+        counts = memory[:num_counts].view(self._dtype).view(room, self._programs, NUM_COUNTS)
+        sums = memory[num_counts:].view(torch.float32).view(room, self._programs, NUM_SUMS)
+        return memory, counts, sums

@@ -14,12 +14,13 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
-from fp8watch.capture.patches import Patches
+from fp8watch.capture.patches import Make, Patches
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +39,39 @@ ACTIVATIONS = {**dict.fromkeys((*_PLAIN, *_GATED), 1), **{f"d{name}": 2 for name
 WITH_BIAS = {f"dbias_d{name}": 2 for name in _PLAIN}
 """The same; they return the gradient of the bias first."""
 
-OnCast = Callable[[torch.Tensor, Any, Any], None]
-"""Called with the source, the quantizer and the result of the cast."""
+
+class Counter(Protocol):
+    """Counts casts for the tap; a row is whatever it counts in."""
+
+    def on_cast(self, source: torch.Tensor, quantizer: Any, made: Any) -> None:
+        """Count a cast from its source, its quantizer and its result."""
+
+    def row_of(self, quantizer: Any, made: Any) -> Any | None:
+        """Where the cast is counted; None: nowhere, so nobody need find its source."""
+
+    def count(self, row: Any, source: torch.Tensor, made: Any) -> None:
+        """Count a cast whose source has been found."""
+
+    def piece(self) -> AbstractContextManager[None] | None:
+        """Context for finding the source and counting; None: no need of one."""
+
+    is_looking: bool
+    """Whether casts are looked at more closely in this step."""
+
+    def look(self, row: Any, source: torch.Tensor, made: Any) -> None:
+        """Look more closely at a cast that was counted."""
 
 
 class CastTap:
     """`listen` puts the patches in, `leave` takes them out. `extension` replaces TE's own in tests."""
 
-    def __init__(self, extension: Any | None, on_cast: OnCast, wants: Callable[[Any], bool]) -> None:
-        """`wants` decides for a quantizer whether its function is called a second time.
-
-        Raises `ImportError` without Transformer Engine.
-        """
+    def __init__(self, extension: Any | None, counter: Counter) -> None:
+        """Raises `ImportError` without Transformer Engine."""
         self._extension = extension or importlib.import_module("transformer_engine_torch")
         self._norms = [extension] if extension is not None else list(_norms())
-        self._on_cast, self._wants = on_cast, wants
+        self._counter = counter
         self._patches = Patches()
+        self._places: list[tuple[Any, str, Make]] = []
         self._is_listening = False
         self._is_inside = False
         self.num_failures = 0
@@ -65,7 +83,9 @@ class CastTap:
             return
         self._is_listening = True
         if not self._patches:
-            self._patches.put(self._places())
+            if not self._places:
+                self._places = list(self._find())
+            self._patches.put(self._places)
 
     def leave(self) -> None:
         """Stop listening."""
@@ -73,92 +93,122 @@ class CastTap:
             self._is_listening = False
             self._patches.take_out()
 
-    def _places(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        looks = {name: self._look_at_cast for name in CASTS}
-        looks["split_quantize"] = self._look_at_split
-        looks |= dict.fromkeys(NORMS, self._look_at_norm)
-        looks |= dict.fromkeys(ACTIVATIONS, self._look_at_activation)
-        looks |= dict.fromkeys(WITH_BIAS, self._look_at_activation)
-        for name, look in looks.items():
+    def _find(self) -> Iterator[tuple[Any, str, Make]]:
+        wrappers: dict[str, Make] = {name: partial(self._cast_wrapper, name == "bgrad_quantize") for name in CASTS}
+        wrappers["split_quantize"] = partial(self._wrapper, self._look_at_split)
+        wrappers |= {name: partial(self._wrapper, partial(self._look_at_norm, at)) for name, at in NORMS.items()}
+        wrappers |= {
+            name: partial(self._wrapper, partial(self._look_at_activation, name, at))
+            for name, at in (ACTIVATIONS | WITH_BIAS).items()
+        }
+        for name, make in wrappers.items():
             for holder in self._norms if name in NORMS else [self._extension]:
                 if hasattr(holder, name):
-                    yield holder, name, self._wrapper(name, look)
+                    yield holder, name, make
 
-    def _wrapper(self, name: str, look: Callable[..., None]) -> Callable[..., Any]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def tapped(*args: Any, **options: Any) -> Any:
-                result = original(*args, **options)
-                # Calls that we make ourselves are not casts of the model.
-                if self._is_listening and not self._is_inside:
-                    self._is_inside = True
-                    try:
-                        if torch.is_grad_enabled():
-                            with torch.no_grad():
-                                look(name, original, args, options, result)
-                        else:  # as inside every autograd function, where casts are made
-                            look(name, original, args, options, result)
-                    except Exception:
-                        self.num_failures += 1
-                        self._is_listening = False
-                        logger.warning(
-                            "fp8watch: the tap on TE's casts failed and is switched off", exc_info=True
-                        )  # fmt: skip
-                    finally:
-                        self._is_inside = False
-                return result
+    def _cast_wrapper(self, has_bias: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that casts its first argument: most casts of a step, so everything is done in this one frame."""
+        on_cast = self._counter.on_cast
 
-            return tapped
+        def tapped(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            # Calls that we make ourselves are not casts of the model.
+            if self._is_listening and not self._is_inside:
+                try:
+                    quantizer = args[1] if len(args) > 1 else options.get("quantizer")
+                    if quantizer is not None and isinstance(args[0], _Tensor):
+                        made = result[1] if has_bias else result
+                        if made is None:  # the result was written into a given tensor
+                            made = args[2] if len(args) > 2 else options.get("output")
+                        on_cast(args[0], quantizer, made)
+                except Exception:
+                    self._fail()
+            return result
 
-        return make
+        return tapped
 
-    def _look_at_cast(
-        self, name: str, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any
-    ) -> None:
-        source, quantizer = args[0], args[1] if len(args) > 1 else options.get("quantizer")
-        made = result[1] if name == "bgrad_quantize" else result
-        if made is None:  # the result was written into a given tensor
-            made = args[2] if len(args) > 2 else options.get("output")
-        if quantizer is not None and isinstance(source, torch.Tensor):
-            self._on_cast(source, quantizer, made)
+    def _wrapper(self, look: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
+        def tapped(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            if self._is_listening and not self._is_inside:
+                self._is_inside = True
+                try:
+                    if torch.is_grad_enabled():
+                        with torch.no_grad():
+                            look(original, args, options, result)
+                    else:  # as inside every autograd function, where casts are made
+                        look(original, args, options, result)
+                except Exception:
+                    self._fail()
+                finally:
+                    self._is_inside = False
+            return result
 
-    def _look_at_split(
-        self, name: str, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any
-    ) -> None:
+        return tapped
+
+    def _fail(self) -> None:
+        self.num_failures += 1
+        self._is_listening = False
+        logger.warning("fp8watch: the tap on TE's casts failed and is switched off", exc_info=True)
+
+    def _look_at_split(self, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         source, sizes, quantizers = args[:3]
         for part, quantizer, made in zip(source.split(list(sizes)), quantizers, result, strict=True):
             if quantizer is not None:
-                self._on_cast(part, quantizer, made)
+                self._counter.on_cast(part, quantizer, made)
 
     def _look_at_norm(
-        self, name: str, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any
+        self, at: int, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
-        at = NORMS[name]
-        if len(args) <= at or args[at] is None or not self._wants(args[at]):
+        if len(args) <= at or args[at] is None:
             return
-        again = list(args)
-        again[at] = None
-        again[at - 1] = None  # a new buffer: TE's own holds the FP8 output
-        source = original(*again, **options)[0]
-        self._on_cast(source, args[at], result[0])
+        made = result[0]
+        row = self._counter.row_of(args[at], made)
+        if row is not None:
+            # A new buffer: TE's own, if one was given, holds the FP8 output.
+            args = (*args[: at - 1], None, None, *args[at + 1 :])
+            self._count_again(row, made, original, args, options, is_first=True)
 
     def _look_at_activation(
-        self, name: str, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any
+        self, name: str, at: int, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
-        at = ACTIVATIONS.get(name) or WITH_BIAS[name]
         quantizer = args[at] if len(args) > at else options.get("quantizer")
-        if quantizer is None or not self._wants(quantizer):
+        if quantizer is None:
+            return
+        made = result[1] if name in WITH_BIAS else result
+        row = self._counter.row_of(quantizer, made)
+        if row is None:
             return
         if name in WITH_BIAS:
             # There is no such function without a quantizer, but the plain derivative gives the same values.
-            source = getattr(self._extension, name.removeprefix("dbias_"))(args[0], args[1], None)
-            self._on_cast(source, quantizer, result[1])
-            return
-        again = list(args)
-        if len(args) > at:
-            again[at] = None
+            original, args, options = getattr(self._extension, name.removeprefix("dbias_")), (*args[:2], None), {}
+        elif len(args) > at:
+            args = (*args[:at], None, *args[at + 1 :])
         else:
             options = {**options, "quantizer": None}
-        self._on_cast(original(*again, **options), quantizer, result)
+        self._count_again(row, made, original, args, options, is_first=False)
+
+    def _count_again(
+        self, row: Any, made: Any, function: Any, args: tuple[Any, ...], options: dict[str, Any], *, is_first: bool
+    ) -> None:
+        """Count a cast whose source is what the function returns, or the first of what it returns."""
+        counter = self._counter
+        piece = counter.piece()
+        if piece is None:
+            again = function(*args, **options)
+            source = again[0] if is_first else again
+            counter.count(row, source, made)
+        else:
+            with piece:
+                again = function(*args, **options)
+                source = again[0] if is_first else again
+                counter.count(row, source, made)
+        if counter.is_looking:
+            counter.look(row, source, made)
+
+
+_Tensor = torch.Tensor
+"""Looked up once."""
 
 
 def _norms() -> Iterator[Any]:

@@ -5,23 +5,29 @@ the module's vector), else by the identity of the quantizer in the module's list
 bytes are compared with the source and the scale of the same cast. Formats with one scale per block (block scaling,
 MXFP8, NVFP4) are not counted; their columns stay "not observed".
 
-On a GPU this takes one launch per cast; elsewhere, and without Triton, torch counts.
+On a GPU this takes one launch per cast; elsewhere, and without Triton, torch counts. The host's time matters: a layer
+makes twelve casts, between operations that leave nothing of ours in the caches. So a quantizer that was met before
+leads to its row at once, and a cast like the row's last one is launched at once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import count
 from typing import Any
 
 import torch
 
-from fp8watch.capture.cost_meter import CostMeter
+from fp8watch.capture.cost_meter import THEN_EVERY, TIMED_FIRST, UNTIMED, CostMeter
 from fp8watch.capture.governor import Kind
 from fp8watch.capture.ring import is_capturing
 from fp8watch.capture.source import Reading
 from fp8watch.capture.statistics.count import count_made
+from fp8watch.capture.te.cast_columns import CastColumns
+from fp8watch.capture.te.cast_launch import is_hooked, repeat
 from fp8watch.capture.te.cast_rows import CastRow, CastRows, Key
 from fp8watch.capture.te.cast_tap import CastTap
 from fp8watch.capture.te.slots import slot_names
@@ -39,25 +45,35 @@ class TeStatistics:
 
     def __init__(self, model: torch.nn.Module, *, extension: Any | None = None) -> None:
         self._model = model
-        self._tap = CastTap(extension, self._on_cast, self._wants)
+        self._tap = CastTap(extension, self)
         self._kernel: Any = _kernel()
         self._by_scale: dict[int, Key] = {}
         self._by_quantizer: dict[int, tuple[Any, Key]] = {}
+        self._met: dict[int, tuple[Any, CastRow]] = {}
+        """By identity: quantizers of `_by_quantizer` that have made a cast, which is kept in the row."""
+        self._lock = threading.Lock()
         self._has_looked = False
         self.rows: CastRows | None = None
         """Counters of this step's casts. None before the first cast, which determines the device."""
+        self._columns = CastColumns()
         self._has_said_device = False
         self._formats: dict[Any, Fp8Format] = {}
         """By TE's dtype code."""
         self.meters: Mapping[Kind, CostMeter] | None = None
+        self._numbers: Iterator[int] = count(1)
+        """Numbers of this step's pieces, see `CostMeter.numbers`."""
         self._is_sampled = False
+        self._is_capturing: Callable[[], bool] = is_capturing
         self._what_if: WhatIfLog | None = None
         self._looked_at: frozenset[str] | None = frozenset()
         """Modules with what-if figures in this step; None: all."""
+        self.is_looking = False
+        """Whether there are any."""
 
     def look_closer(self, modules: Sequence[str] | None) -> bool:
         """See `fp8watch.capture.closer.LooksCloser`. Call it after `begin`; possible in a sampled step only."""
         self._looked_at = None if modules is None else frozenset(modules)
+        self.is_looking = self._looked_at != frozenset()
         return self._is_sampled
 
     def begin(self, *, is_sampled: bool) -> None:
@@ -65,7 +81,7 @@ class TeStatistics:
         if not is_sampled and not self._is_sampled:  # like the previous step
             self._tap.leave()
             return
-        self._looked_at = frozenset()
+        self._looked_at, self.is_looking = frozenset(), False
         if self._what_if is not None:
             self._what_if.begin(None)
         self._is_sampled = is_sampled and not self._tap.num_failures
@@ -75,6 +91,12 @@ class TeStatistics:
         self._has_looked = False
         if self.rows is not None:
             self.rows.clear()
+            if self._kernel is not None and is_hooked():
+                for row in self.rows:
+                    row.last = None
+        self._numbers = count(1) if self.meters is None else self.meters["statistics"].numbers()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", is_capturing)
         self._tap.listen()
 
     def detach(self) -> None:
@@ -89,75 +111,98 @@ class TeStatistics:
         if reading is None or self.rows is None or not any(row.elements for row in self.rows):
             return reading
         with torch.no_grad():
-            return self._with_counts(reading, columns(), self.rows)
-
-    def _with_counts(self, reading: Reading, columns: Sequence[TensorColumn], rows: CastRows) -> Reading:
-        counts, sums = rows.counts, rows.sums
-        device = counts.device
-        found = [rows.get((column.module, column.tensor)) for column in columns]
-        places = [0 if row is None else row.number for row in found]
-        facts = torch.tensor(
-            [places, [0 if row is None else row.elements for row in found]], dtype=torch.int64, device="cpu"
-        )
-        if device.type == "cuda":
-            facts = facts.pin_memory().to(device, non_blocking=True)
-        index, quantized = facts
-        was_seen = quantized > 0
-        saturated, before, after, nonfinite = counts.sum(1, dtype=torch.int64)[index].unbind(1)
-        error, square = sums.sum(1)[index].unbind(1)
-        values = {
-            "quantized": quantized, "saturated": saturated, "underflowed": before - after, "nonfinite": nonfinite,
-            "mse": error / quantized.clamp(min=1), "snr": 10.0 * torch.log10(square / error),
-        }  # fmt: skip
-        valid = dict.fromkeys(values, was_seen)
-        if self._what_if is not None and (closer := self._what_if.columns()) is not None:
-            values |= {name: held[index.clamp(max=len(held) - 1)] for name, held in closer[0].items()}
-            looked_at = closer[1][index.clamp(max=len(closer[1]) - 1)] & (index < len(closer[1])) & was_seen
-            valid |= dict.fromkeys(closer[0], looked_at)
-        return Reading(
-            values={**reading.values, **values},
-            valid=reading.valid | valid,
-            zero_is_unseen=reading.zero_is_unseen,
-            updates_forward=reading.updates_forward,
-            updates_backward=reading.updates_backward,
-        )
+            return self._columns.add_to(reading, columns(), self.rows, self._what_if)
 
     # --- tap --------------------------------------------------------------------------------------
 
-    def _wants(self, quantizer: Any) -> bool:
-        return self._key_of(quantizer) is not None and not is_capturing() and self._is_in_training()
-
-    def _on_cast(self, source: torch.Tensor, quantizer: Any, made: Any) -> None:
+    def on_cast(self, source: torch.Tensor, quantizer: Any, made: Any) -> None:
         """Count one cast, on the thread and stream that made it."""
-        codes, inverse = getattr(made, "_data", None), getattr(made, "_scale_inv", None)
-        if not isinstance(codes, torch.Tensor) or not isinstance(inverse, torch.Tensor) or inverse.numel() != 1:
-            return  # one scale per block, or only the transposed bytes
-        key = self._key_of(quantizer)
-        if key is None or is_capturing() or not self._is_in_training():
+        row = self.row_of(quantizer, made)
+        if row is None:
             return
-        if self.rows is None:
-            programs = 1 if self._kernel is None or source.device.type != "cuda" else self._kernel.PROGRAMS
-            self.rows = CastRows(source.device, programs)
-        if source.device != self.rows.device:
-            self._on_another_device(source.device, self.rows.device)
+        number = next(self._numbers)
+        if (number < TIMED_FIRST or not number % THEN_EVERY) and self.meters is not None:
+            with self.meters["statistics"].timed():
+                self.count(row, source, made)
+        elif not repeat(row, source, made._data, made):
+            self._count(row, source, made)
+        if self.is_looking:
+            self.look(row, source, made)
+
+    def row_of(self, quantizer: Any, made: Any) -> CastRow | None:
+        """The row that a cast of this quantizer, just made, is counted in. None: it is not counted."""
+        try:
+            if made._data is None or self._is_capturing():
+                return None
+        except AttributeError:
+            return None  # no format with one scale per tensor
+        is_in_backward = _graph_task_id() != -1
+        # Training, not evaluation. Grad mode does not tell: it is off inside autograd functions.
+        if not is_in_backward and not self._model.training:
+            return None
+        met = self._met.get(id(quantizer))
+        row = met[1] if met is not None and met[0] is quantizer else self._row_of(quantizer, made)
+        if row is None:
+            return None
+        if not is_in_backward:
+            row.is_forward_done = True
+        elif row.is_of_forward and row.is_forward_done:
+            return None  # recomputed in the backward pass
+        return row
+
+    def piece(self) -> AbstractContextManager[None] | None:
+        """Context for a cast that takes more than counting; None if it is not timed."""
+        number = next(self._numbers)
+        if self.meters is None or (number >= TIMED_FIRST and number % THEN_EVERY):
+            return None
+        return self.meters["statistics"].timed()
+
+    def count(self, row: CastRow, source: torch.Tensor, made: Any) -> None:
+        """Count a cast whose row is known."""
+        if not repeat(row, source, made._data, made):
+            self._count(row, source, made)
+
+    def _count(self, row: CastRow, values: torch.Tensor, made: Any) -> None:
+        """Count a cast that is not like the row's last one."""
+        found = self._parts(values, made)
+        if found is None:
             return
-        row = self.rows.row(key)
-        if row.is_of_forward:
-            if torch._C._current_graph_task_id() == -1:
-                row.is_forward_done = True
-            elif row.is_forward_done:
-                return  # recomputed in the backward pass
-        fmt = self._format(getattr(made, "_fp8_dtype", None))
-        with _UNTIMED if self.meters is None else self.meters["statistics"].piece():
-            self._count(row, source, codes, inverse, fmt)
-        row.elements += source.numel()
-        if self._looked_at is None or key[0] in self._looked_at:
-            with _UNTIMED if self.meters is None else self.meters["what_if"].piece():
-                if self._what_if is None:
-                    self._what_if = WhatIfLog(0, source.device)
-                    self._what_if.begin(None)
-                scale = inverse.reciprocal().reshape(())
-                self._what_if.offer(row.number, values=source, scale=scale, fmt=fmt, amax=None)
+        codes, inverse = found
+        code = getattr(made, "_fp8_dtype", None)
+        fmt = self._format(code)
+        if codes.dtype != torch.uint8:
+            codes = codes.view(torch.uint8)
+        kernel = self._kernel
+        with torch.no_grad():
+            if kernel is None or not kernel.add(row, values, codes, inverse, is_inverse=True, fmt=fmt, code=code):
+                counted = count_made(values.reshape(-1), inverse.reciprocal().reshape(()), fmt, codes.reshape(-1))
+                before = torch.count_nonzero(values)
+                after = before - counted.underflowed
+                row.counts[0] += torch.stack([counted.saturated, before, after, counted.nonfinite])
+                row.sums[0] += torch.stack([counted.squared_error, counted.squared_values])
+        row.elements += values.numel()
+
+    def look(self, row: CastRow, source: torch.Tensor, made: Any) -> None:
+        """Add the cast's what-if figures, if they are wanted of its module."""
+        if self._looked_at is not None and row.key[0] not in self._looked_at:
+            return
+        found = self._parts(source, made)
+        if found is None:
+            return
+        with UNTIMED if self.meters is None else self.meters["what_if"].piece(), torch.no_grad():
+            if self._what_if is None:
+                self._what_if = WhatIfLog(0, source.device)
+                self._what_if.begin(None)
+            scale, fmt = found[1].reciprocal().reshape(()), self._format(getattr(made, "_fp8_dtype", None))
+            self._what_if.offer(row.number, values=source, scale=scale, fmt=fmt, amax=None)
+
+    def _parts(self, source: torch.Tensor, made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `_per_tensor`. None also on another device than that of the rows."""
+        assert self.rows is not None
+        if source.device == self.rows.device:
+            return _per_tensor(made)
+        self._on_another_device(source.device, self.rows.device)
+        return None
 
     def _on_another_device(self, device: torch.device, counted: torch.device) -> None:
         """Only one device is counted: a kernel must not get addresses of another's memory, and such models are rare."""
@@ -165,27 +210,27 @@ class TeStatistics:
             self._has_said_device = True
             logger.warning("fp8watch: casts on %s are not counted, only those on %s", device, counted)
 
-    def _is_in_training(self) -> bool:
-        """Whether this is training, not evaluation. Grad mode does not tell: it is off inside autograd functions."""
-        return self._model.training or torch._C._current_graph_task_id() != -1
-
     def _format(self, code: Any) -> Fp8Format:
         found = self._formats.get(code)
         if found is None:
             found = self._formats[code] = FORMATS[format_name(code)]
         return found
 
-    def _count(
-        self, row: CastRow, values: torch.Tensor, codes: torch.Tensor, inverse: torch.Tensor, fmt: Fp8Format
-    ) -> None:
-        if codes.dtype != torch.uint8:
-            codes = codes.view(torch.uint8)
-        if self._kernel is not None and self._kernel.add(row, values, codes, inverse, is_inverse=True, fmt=fmt):
-            return
-        found = count_made(values.reshape(-1), inverse.reciprocal().reshape(()), fmt, codes.reshape(-1))
-        before = torch.count_nonzero(values)
-        row.counts[0] += torch.stack([found.saturated, before, before - found.underflowed, found.nonfinite])
-        row.sums[0] += torch.stack([found.squared_error, found.squared_values])
+    def _row_of(self, quantizer: Any, made: Any) -> CastRow | None:
+        """The row of a quantizer that was not met before. Under a lock, because two threads may meet theirs."""
+        with self._lock:
+            key = self._key_of(quantizer)
+            found = None if key is None else _per_tensor(made)
+            if key is None or found is None:
+                return None
+            if self.rows is None:
+                device, kernel = found[0].device, self._kernel
+                self.rows = CastRows(device, 1 if kernel is None or device.type != "cuda" else kernel.PROGRAMS)
+            row = self.rows.row(key)
+            known = self._by_quantizer.get(id(quantizer))
+            if known is not None and known[0] is quantizer:
+                self._met[id(quantizer)] = (quantizer, row)
+            return row
 
     def _key_of(self, quantizer: Any) -> Key | None:
         found = self._find(quantizer)
@@ -208,6 +253,7 @@ class TeStatistics:
         """Find the quantizers that the model's modules have now; a change of recipe replaces them."""
         self._by_scale.clear()
         self._by_quantizer.clear()
+        self._met.clear()
         for name, module, key, forward, state in delayed_states(self._model):
             start, size = state.scale.data_ptr(), state.scale.element_size()
             for i, slot in enumerate(element_names(module, name, key, state, forward=forward)):
@@ -223,7 +269,15 @@ class TeStatistics:
                         self._by_quantizer[id(quantizer)] = (quantizer, slot)
 
 
-_UNTIMED = nullcontext()
+_graph_task_id = torch._C._current_graph_task_id
+
+
+def _per_tensor(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The bytes of a cast with one scale, and its inverse. None: one scale per block, or only the transposed bytes."""
+    codes, inverse = getattr(made, "_data", None), getattr(made, "_scale_inv", None)
+    if not isinstance(codes, torch.Tensor) or not isinstance(inverse, torch.Tensor) or inverse.numel() != 1:
+        return None
+    return codes, inverse
 
 
 def _kernel() -> Any:
