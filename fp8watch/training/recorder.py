@@ -316,8 +316,10 @@ class Recorder:
             values["loss_scale"] = scale
         if self._was_updated:
             if self._is_entered:  # a skipped update used no learning rate
-                self.scalars.put("learning_rate", as_rate(self._lr.first))
-                self.scalars.put("lr_factor", self._lr.factor())
+                if (rate := as_rate(self._lr.first)) is not None:
+                    values["learning_rate"] = rate
+                if (factor := self._lr.factor()) is not None:
+                    values["lr_factor"] = factor
             if "update_skipped" not in values:
                 values["update_skipped"] = 0.0 if self._skip.is_at_rest else as_flag(self._skip.last_skipped)
         elif gradients.has_scaler(self._scaler):
