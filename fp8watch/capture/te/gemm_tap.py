@@ -25,7 +25,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8watch.capture.patches import Make, Patches
-from fp8watch.capture.te.tensors import is_delayed, scale_arrays
+from fp8watch.capture.te.tensors import is_delayed, is_empty, scale_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class GemmTap:
         self.num_unmatched += 1
 
     def _tell(self, module: Any, gemm: int, role: Role, operand: Any) -> None:
-        if is_delayed(operand) or next(scale_arrays(operand), None) is None:
+        if is_delayed(operand) or next(scale_arrays(operand), None) is None or is_empty(operand):
             return
         for subscriber in self._subscribers:
             subscriber(module, gemm, role, operand)

@@ -32,6 +32,7 @@ UNKNOWN_SCALE = 1.0
 """See the module's docstring."""
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _SCALES = ("_rowwise_scale_inv", "_columnwise_scale_inv")
+_DATA = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
 
 Kind = Literal["current", "block", "mxfp8", "nvfp4"]
 
@@ -82,6 +83,11 @@ def scale_arrays(tensor: Any) -> Iterator[torch.Tensor]:
         array = getattr(tensor, name, None)
         if isinstance(array, torch.Tensor) and array.numel():
             yield array
+
+
+def is_empty(tensor: Any) -> bool:
+    """Whether the tensor has no elements (an expert without tokens): its scales are memory that nobody wrote."""
+    return any(isinstance(data := getattr(tensor, name, None), torch.Tensor) and not data.numel() for name in _DATA)
 
 
 def read_scales(tensor: Any, *, raw: bool = False) -> TensorScales | None:

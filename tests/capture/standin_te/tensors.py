@@ -78,7 +78,9 @@ def quantize(x: torch.Tensor, fmt: str = "kFloat8E4M3", block: int | None = None
     to a multiple of 4 with what happens to lie there."""
     fp8_max = MAX[fmt]
     if block is None:
-        amax = torch.nan_to_num(x.abs(), nan=0.0, posinf=torch.inf).max() if x.numel() else torch.zeros(())
+        if not x.numel():  # no kernel runs, so its scale is what happens to lie there
+            return Float8TensorStorage(x.to(DTYPE[fmt]), torch.full((1,), 1e-30), DType[fmt])
+        amax = torch.nan_to_num(x.abs(), nan=0.0, posinf=torch.inf).max()
         scale = scale_of(amax, fp8_max)
         data = (x * scale).clamp(-fp8_max, fp8_max).to(DTYPE[fmt])
         return Float8TensorStorage(data, scale.reciprocal().reshape(1), DType[fmt])
