@@ -47,8 +47,8 @@ BARS = {
 PLANS: dict[str, dict[str, int]] = {
     "gpu-bound": {"steps": 5, "lead": 1, "pairs": 20},
     "gpu-bound statistics": {"steps": 5, "lead": 0, "group": 2, "pairs": 16},
-    "launch-bound": {"steps": 2, "lead": 1, "pairs": 260},
-    "launch-bound statistics": {"steps": 2, "lead": 0, "group": 5, "pairs": 80},
+    "launch-bound": {"steps": 2, "lead": 1, "pairs": 200},
+    "launch-bound statistics": {"steps": 2, "lead": 0, "group": 5, "pairs": 70},
     "torchao": {"pairs": 15},
 }
 """See `capture_blocks.alternate`. The launch-bound shape is the noisy one, and its steps are short."""

@@ -189,7 +189,7 @@ class _Kernel:
 
     @staticmethod
     def add(row: Any, values: torch.Tensor, codes: torch.Tensor, inverse: torch.Tensor, **options: Any) -> bool:
-        from fp8watch.capture.te.cast_launch import Shortcut
+        from fp8watch.capture.triton_launch import Shortcut
 
         # `str.format` stands for the C function: it takes any arguments. `torch.get_num_threads` for the device.
         shortcut = Shortcut(

@@ -292,7 +292,8 @@ class ClipControl:
         norms = share(own)
         if not gradients:
             return
-        norm = combine_norms(torch.tensor([own] if norms is None else norms), 2.0).to(gradients[0].device)
+        shared = torch.tensor([own] if norms is None else norms, dtype=torch.float32)
+        norm = combine_norms(shared, 2.0).to(gradients[0].device)
         if bool(torch.isfinite(norm)):
             self._clip_all(gradients, limit, norm)
         else:  # clipping would make the finite gradients 0 or NaN too; the guard skips the update

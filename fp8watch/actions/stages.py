@@ -52,7 +52,7 @@ class Stages:
         if gradients:
             own = measure(gradients, norm_type).to(torch.float32)
         else:
-            own = torch.zeros((), device=parameters[0].device if parameters else "cpu")
+            own = torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else "cpu")
         norm = self.norm(own, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(

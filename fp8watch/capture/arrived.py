@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_CODES = {
+    "<f4": "<f", "<f8": "<d", "<f2": "<e", "<i4": "<i", "<i8": "<q", "|u1": "<B", "|b1": "<?",
+}  # fmt: skip
+"""How `struct` calls numpy's types. (Numpy's own letters differ: its `l` has 8 bytes.)"""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -65,7 +70,7 @@ class Arrived(Mapping[str, npt.NDArray[Any]]):
         found = self.segments[name]
         if found.is_bf16:  # the missing lower half is two zero bytes
             return float(struct.unpack("<f", b"\0\0" + self._memory[found.start : found.end])[0])
-        return float(struct.unpack_from(f"<{found.dtype.char}", self._memory, found.start)[0])
+        return float(struct.unpack_from(_CODES[found.dtype.str], self._memory, found.start)[0])
 
     def raw(self, name: str) -> bytes:
         """A tensor's little-endian bytes."""

@@ -27,9 +27,9 @@ class CastLog:
         self._size = 0
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._is_used = False
-        self._amax = torch.zeros(num, device=device)
-        self._amax_last = torch.zeros(num, device=device)
-        self._scale = torch.full((num,), torch.inf, device=device)
+        self._amax = torch.zeros(num, dtype=torch.float32, device=device)
+        self._amax_last = torch.zeros(num, dtype=torch.float32, device=device)
+        self._scale = torch.full((num,), torch.inf, dtype=torch.float32, device=device)
         self._has_cast = torch.zeros(num, dtype=torch.bool, device=device)
 
     def __bool__(self) -> bool:
@@ -84,7 +84,7 @@ class CastLog:
         if not used:
             return
         depth = max(len(self._pending[i]) for i in used)
-        unused = torch.full((), torch.inf, device=self._device)
+        unused = torch.full((), torch.inf, dtype=torch.float32, device=self._device)
         amaxes: list[torch.Tensor] = []
         scales: list[torch.Tensor] = []
         for i in used:

@@ -202,7 +202,7 @@ class CloserLook:
         num, device = first.shape[0], first.device
         if row is None or row >= num:
             return reading
-        values = torch.zeros(num, device=device)
+        values = torch.zeros(num, dtype=torch.float32, device=device)
         values[row].copy_(error, non_blocking=True)
         valid = torch.zeros(num, dtype=torch.bool, device=device)
         valid[row].fill_(True)

@@ -64,11 +64,11 @@ class EmulatedSource:
         self._missing: list[str] = []
         num = len(TENSORS) * len(self._modules)
         device = next((m.scaling_forward.scale.device for m in self._position), torch.device("cpu"))
-        self._amax = torch.zeros(num, device=device)
-        self._amax_last = torch.zeros(num, device=device)
-        self._scale = torch.zeros(num, device=device)
+        self._amax = torch.zeros(num, dtype=torch.float32, device=device)
+        self._amax_last = torch.zeros(num, dtype=torch.float32, device=device)
+        self._scale = torch.zeros(num, dtype=torch.float32, device=device)
         self._counts = torch.zeros(len(_COUNTS), num, dtype=torch.int64, device=device)
-        self._squares = torch.zeros(2, num, device=device)
+        self._squares = torch.zeros(2, num, dtype=torch.float32, device=device)
         self._has_run = [False] * num
         self._is_high_precision = [False] * num
         self._updates = {True: [0] * len(self._modules), False: [0] * len(self._modules)}

@@ -125,7 +125,7 @@ class OptimizerStates:
         figures = torch.stack(_figures(found))
         held = self._held.get(moment)
         if held is None or held.shape[1] != num:
-            held = self._held[moment] = torch.zeros(3, num, device=figures.device)
+            held = self._held[moment] = torch.zeros(3, num, dtype=torch.float32, device=figures.device)
         held[:, row].copy_(figures, non_blocking=True)
 
 
@@ -143,5 +143,5 @@ def _figures(moment: Moment) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if padding:
         zeros[-1] -= padding
     zeros = torch.where(largest > 0, zeros, 0).sum()
-    elements = torch.full((), float(moment.codes.numel()), device=codes.device)
+    elements = torch.full((), float(moment.codes.numel()), dtype=torch.float32, device=codes.device)
     return torch.where(largest > 0, value, 0.0).amax(), zeros.float(), elements

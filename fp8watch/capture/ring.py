@@ -1,10 +1,11 @@
 """Copies numbers from device to host: one asynchronous write per step into a ring allocated once, read on a later step.
 
-A step's tensors are joined by a single concatenation, as bytes if their dtypes differ; the host knows what each is. Its
-output is host memory: kernels write pinned memory directly where the device can (`fp8watch.capture.mapped`), elsewhere
-a buffer on the device is copied. An event marks the end. `poll` queries the events and yields what has arrived, in
-order; it never waits unless told to. A full ring drops the step and counts it, so training is never held up. On a CPU
-the copy is complete at once. Called on the training thread only.
+A step's tensors are joined as bytes; the host knows what each is. The output is host memory: kernels write pinned
+memory directly where the device can (`fp8watch.capture.mapped`), elsewhere a buffer on the device is copied. A kernel
+of our own does it where possible (`fp8watch.capture.gather`), else one concatenation of torch with an event after it.
+`poll` asks whether the writes are complete and returns what has arrived, in order; it never waits unless told to. A
+full ring drops the step and counts it, so training is never held up. On a CPU the copy is complete at once. Called on
+the training thread only.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from fp8watch.capture.arrived import Arrived, Segment
+from fp8watch.capture.gather import Gather, gather_for, try_out
 from fp8watch.capture.mapped import can_map, mapped
 
 N = TypeVar("N")
@@ -41,6 +43,7 @@ _DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.bool: np.dtype("?"),
 }
 """What the host reads them as. BF16 is widened there (`Segment.is_bf16`); other dtypes become float32 on the device."""
+_SIZES = {dtype: dtype.itemsize for dtype in _DTYPES}
 
 Given = torch.Tensor | list[torch.Tensor]
 """A tensor, or 1-D tensors of one device and dtype that arrive as one, in this order."""
@@ -62,6 +65,7 @@ class _Plan:
             self.segments[name] = Segment(_DTYPES[dtype], end, count, is_scalar, is_bf16=dtype == torch.bfloat16)
             end += count * dtype.itemsize
         self.nbytes = end
+        self.is_even = all(dtype.itemsize % 2 == 0 for _, dtype, _, _ in shapes)
 
 
 _Target = tuple[torch.Tensor, torch.Tensor | None]
@@ -84,12 +88,14 @@ class _Lane:
         ]
         self.memory = [buffer.numpy() for buffer in self.host]
         self._written = self.host
+        self._gather: Gather | None = None
         self._staging: torch.Tensor | None = None
         if is_accelerator:
             try:
                 self._written = [mapped(buffer, device) for buffer in self.host] if may_map else []
             except RuntimeError:  # memory that was pinned for another device
                 self._written = []
+            self._gather = gather_for(self.host, device) if self._written else None
             if not self._written:
                 self._staging = torch.zeros(slot_bytes, dtype=torch.uint8, device=device)
         self.events = [torch.Event(device) for _ in range(slots)] if is_accelerator else []
@@ -106,8 +112,14 @@ class _Lane:
             found = self._plans[shapes] = _Plan(shapes)
         return found
 
-    def copy(self, plan: _Plan, tensors: list[torch.Tensor], slot: int) -> Any:
-        """Start the copy. Returns the event of its end, None on a CPU."""
+    def copy(self, plan: _Plan, tensors: list[torch.Tensor], sizes: list[int], slot: int) -> Any:
+        """Start the copy. Returns an event or mark of its end, None on a CPU."""
+        if self._gather is not None and plan.is_even:
+            mark = self._gather.write(tensors, sizes, slot)
+            if mark is not None:
+                return mark
+        tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        tensors = [tensor.view(1) if tensor.dim() == 0 else tensor for tensor in tensors]
         found = self._targets.get((id(plan), slot))
         target, host = self._target(plan, slot) if found is None else found
         if plan.dtype is torch.uint8:
@@ -150,9 +162,10 @@ class Ring(Generic[N]):
         self._slot_bytes = slot_bytes
         self._free = deque(range(slots))
         self._flight: deque[_InFlight[N]] = deque()
-        self._lanes: dict[torch.device, _Lane] = {
-            device: _Lane(device, slots, slot_bytes, may_map=device.type == "cuda" and can_map(device))
-        }
+        may_map = device.type == "cuda" and can_map(device)
+        if may_map:
+            try_out(device)
+        self._lanes: dict[torch.device, _Lane] = {device: _Lane(device, slots, slot_bytes, may_map=may_map)}
         self._is_capturing = False
         """Whether a graph was being captured at the last `push`."""
         self.dropped = 0
@@ -172,19 +185,13 @@ class Ring(Generic[N]):
             return False
         slot = self._free.popleft()
         parts = []
-        is_grad_enabled = torch.is_grad_enabled()
-        if is_grad_enabled:
-            torch._C._set_grad_enabled(False)  # `torch.no_grad` without its overhead
         try:
-            for device, (shapes, flat) in _by_device(tensors).items():
+            for device, (shapes, flat, sizes) in _by_device(tensors).items():
                 lane, plan = self._lane(device, tuple(shapes))
-                parts.append((lane, plan, lane.copy(plan, flat, slot)))
+                parts.append((lane, plan, lane.copy(plan, flat, sizes, slot)))
         except BaseException:
             self._free.append(slot)
             raise
-        finally:
-            if is_grad_enabled:
-                torch._C._set_grad_enabled(True)
         self._flight.append(_InFlight(slot, note, parts))
         return True
 
@@ -233,29 +240,38 @@ def _bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
 
 
-def _by_device(tensors: Mapping[str, Given]) -> dict[torch.device, tuple[list[_Shape], list[torch.Tensor]]]:
-    """Shapes and tensors by device, 1-D. Call it, and use what it returns, without gradients."""
-    found: dict[torch.device, tuple[list[_Shape], list[torch.Tensor]]] = {}
+_Sorted = tuple[list[_Shape], list[torch.Tensor], list[int]]
+"""Shapes by name; tensors, and the bytes of each."""
+
+
+def _by_device(tensors: Mapping[str, Given]) -> dict[torch.device, _Sorted]:
+    found: dict[torch.device, _Sorted] = {}
     here: torch.device | None = None
     shapes: list[_Shape] = []
     flat: list[torch.Tensor] = []
+    sizes: list[int] = []
     for name, given in tensors.items():
         first = given[0] if isinstance(given, list) else given
         if (device := first.device) != here:
-            here, (shapes, flat) = device, found.setdefault(device, ([], []))
-        if (dtype := first.dtype) not in _DTYPES:
-            given = [part.to(torch.float32) for part in given] if isinstance(given, list) else given.to(torch.float32)
-            dtype = torch.float32
+            here, (shapes, flat, sizes) = device, found.setdefault(device, ([], [], []))
+        dtype = first.dtype
+        size = _SIZES.get(dtype)
+        if size is None:
+            dtype, size = torch.float32, 4
+            given = [part.to(dtype) for part in given] if isinstance(given, list) else given.to(dtype)
         if isinstance(given, list):
-            flat += given
-            shapes.append((name, dtype, sum([part.numel() for part in given]), False))
-            continue
-        if given.dim() == 0:
-            flat.append(given.view(1))
-            shapes.append((name, dtype, 1, True))
+            # Of one dtype, or what follows would be read from the wrong place.
+            parts = [part if part.dtype is dtype else part.to(dtype) for part in given]
+            counts = [part.numel() for part in parts]
+            flat += parts
+            sizes += [count * size for count in counts]
+            shapes.append((name, dtype, sum(counts), False))
         else:
+            is_scalar = given.dim() == 0
+            count = 1 if is_scalar else given.numel()
             flat.append(given)
-            shapes.append((name, dtype, given.numel(), False))
+            sizes.append(count * size)
+            shapes.append((name, dtype, count, is_scalar))
     return found
 
 

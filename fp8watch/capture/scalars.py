@@ -46,7 +46,7 @@ def _is_usual(value: Any) -> bool:
     """Whether it is what nearly every loss is: a dense 0-D tensor of a common dtype."""
     return (
         type(value) is torch.Tensor and value.dim() == 0 and value.dtype in _USUAL
-        and value.layout is torch.strided and not value.is_meta
+        and value.layout is torch.strided and not value.is_meta and not value.is_neg()
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def _tensor_scalar(value: torch.Tensor, name: str) -> torch.Tensor:
         if not all(placement.is_replicate() for placement in placements):
             raise NotAScalar(f"{name} is a DTensor with {placements}; fp8watch wants {name}.full_tensor()")
         value = value._local_tensor  # type: ignore[attr-defined]
-    return value.detach().reshape(())
+    return value.detach().resolve_neg().reshape(())
 
 
 def _describe(value: Any) -> str:

@@ -147,7 +147,7 @@ class _Sample:
     @staticmethod
     def of(sizes: list[int], num_in_matrices: int, device: torch.device) -> _Sample:
         """Zeros for runs of these sizes."""
-        values = torch.zeros(sum(sizes), device=device)
+        values = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         return _Sample(
             values=values, runs=list(torch.split(values, sizes)), kinds=list(values.tensor_split([num_in_matrices]))
         )  # fmt: skip

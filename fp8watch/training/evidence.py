@@ -113,7 +113,8 @@ class Evidence:
         return before[-BASELINE_STEPS:], since
 
     def _tensor_speaks(self, name: str, onset: int | None) -> bool:
-        history = [read for frame, layout in self._recent if (read := _read(frame, layout, name)) is not None]
+        recent = list(self._recent)[-KEEP_COLUMNS:]
+        history = [read for frame, layout in recent if (read := _read(frame, layout, name)) is not None]
         since = [one for one in history if onset is None or one.step >= onset]
         before = [one.amax for one in history if onset is not None and one.step < onset]
         window = max((one.amax for one in history if math.isfinite(one.amax)), default=0.0)

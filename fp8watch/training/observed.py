@@ -70,16 +70,21 @@ class Observed:
         """Refresh if the columns may have changed, or if it is time to ask what is not observable."""
         if "layout" in self._guard.disabled:
             self.refresh(attempt)
-        else:
-            self._guard.call("layout", self._refresh_if_due, step, attempt)
+            return
+        try:  # not `Guard.call`: the many times that nothing is due must not make up for a refresh that fails
+            is_due = self._is_due(step, attempt)
+        except Exception as error:
+            self._guard.failed("layout", error)
+            return
+        if is_due:
+            self._guard.call("layout", self._refresh, attempt)
 
-    def _refresh_if_due(self, step: int, attempt: int) -> None:
+    def _is_due(self, step: int, attempt: int) -> bool:
         columns, _, *rest = self._state
-        if (
+        return (
             step % UNSEEN_EVERY == 0 or step <= UNSEEN_EVERY or self.columns() is not columns
             or rest != [len(self._reasons), len(self._guard.disabled), attempt]
-        ):  # fmt: skip
-            self._refresh(attempt)
+        )  # fmt: skip
 
     def _refresh(self, attempt: int) -> bool:
         missing = self._source.not_observable() if self._source is not None else ()

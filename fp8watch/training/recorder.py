@@ -247,6 +247,8 @@ class Recorder:
         self.observed.refresh_if_due(step, attempt)
         self._last_boundary = started
         self._guard.call("ring", self._push, reading, step, attempt, started, updates)
+        if self.scalars.values:  # the ring is off: nothing of the step may be kept, a loss holds its graph
+            self.scalars.take()
 
     def _land(self) -> None:
         """The names of parameters that were bad before the first update, when they have arrived."""
@@ -366,6 +368,7 @@ class Recorder:
 
     def detach(self) -> None:
         """Leave no hook behind."""
+        self._guard.call("ring", self._ring.poll, wait=True)  # no kernel may write to memory that is given back
         self._guard.call("closer look detach", self.closer.detach)
         if self._source is not None:
             self._guard.call(f"{self._source.name} detach", self._source.detach)

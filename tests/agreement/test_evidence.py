@@ -167,3 +167,18 @@ def test_a_frame_that_cannot_be_read_does_not_make_the_rank_agree(has_scalars: b
     found = evidence.objection(order(tensors=["a:input"]))
     assert found is not None
     assert "has seen nothing out of the ordinary itself" in found
+
+
+@pytest.mark.parametrize("steps", [150, 190, 193, 256, 257, 300])
+def test_what_is_long_past_speaks_for_nothing_at_whatever_step(steps: int) -> None:
+    """Frames are let go many at a time, but the second opinion is always about the same number of them."""
+    evidence = Evidence(0, world_size=4)
+    for step in range(1, steps + 1):
+        amax = 4.0 if step <= steps - 70 else 1.0
+        columns = {name: pack(np.array([value, value]), "f4") for name, value in (("amax", amax), ("scale", 448.0))}
+        frame = StepFrame(
+            run="r", attempt=0, rank=0, step=step, layout_id=1, time_unix=0.0, columns=columns,
+            scalars={"loss": 2.0 + 0.01 * (step % 7), "grad_norm": 1.0 + 0.01 * (step % 5)},
+        )  # fmt: skip
+        evidence.note(PendingFrame(Made(frame), step), LAYOUT)
+    assert evidence.objection(order("halt", onset_step=steps - 10, tensors=["a:input"])) is not None

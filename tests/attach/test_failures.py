@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,3 +170,36 @@ def test_verdicts_on_checkpoints_that_rotation_removed_do_not_switch_labels_off(
     assert watch.failures == {}
     labels = [record.label for record in watch._session.checkpoint_records()]
     assert labels == ["tainted", "candidate"]
+
+
+def test_what_cannot_be_observed_any_more_is_said_whenever_it_begins(trainer, channel, monkeypatch):
+    watch = fp8watch.attach(trainer.model, trainer.optimizer)
+    trainer.steps(watch, 11)
+
+    def fail(*args):
+        raise RuntimeError("no longer readable")
+
+    monkeypatch.setattr("fp8watch.capture.emulated.EmulatedSource.not_observable", fail)
+    trainer.steps(watch, 30)
+    assert any(text.startswith("layout: off") for text in watch.not_observable)
+    assert watch.failures["layout"] == FAILURES_TO_DISABLE
+
+
+def test_a_loss_is_let_go_even_when_its_step_cannot_be_sent(trainer, channel, monkeypatch):
+    watch = fp8watch.attach(trainer.model, trainer.optimizer)
+
+    def fail(*args):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr("fp8watch.capture.ring.Ring.push", fail)
+    for _ in range(8):
+        hidden = trainer.model(trainer.inputs).exp()
+        kept = weakref.ref(hidden)
+        loss = hidden.mean()
+        hidden.sum().backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        watch.step(loss)
+        del hidden, loss
+        assert kept() is None
+    assert "ring" in watch._guard.disabled

@@ -101,3 +101,14 @@ def test_whole_numbers_and_flags_are_numbers(value):
 def test_what_is_no_number_says_what_is_wanted(value):
     with pytest.raises(NotAScalar, match="wants one number"):
         as_scalar(value)
+
+
+def test_a_loss_with_a_pending_negation_is_its_value():
+    """The kernel that brings a step to the host reads memory as it is."""
+    lazy = torch.tensor([1.0 + 2.0j]).conj().imag[0]
+    assert lazy.is_neg()
+    scalars = StepScalars()
+    scalars.loss(lazy)
+    _, device = scalars.take()
+    assert device["loss"].item() == -2.0
+    assert not device["loss"].is_neg()

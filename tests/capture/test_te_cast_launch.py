@@ -16,9 +16,10 @@ from test_te_statistics import Extension, Linear, counts
 from fp8watch.capture.cost_meter import CostMeter
 from fp8watch.capture.statistics.count import count_made
 from fp8watch.capture.te import cast_launch
-from fp8watch.capture.te.cast_launch import KNOWN_ARGUMENTS, Shortcut, repeat, shortcut
+from fp8watch.capture.te.cast_launch import repeat
 from fp8watch.capture.te.cast_rows import CastRow, CastRows
 from fp8watch.capture.te.statistics import TeStatistics
+from fp8watch.capture.triton_launch import KNOWN_ARGUMENTS, Shortcut, is_hooked, shortcut
 
 FUNCTION, STREAM, DEVICE, METADATA = 111, 222, 0, (8, 1, 96)
 
@@ -218,17 +219,17 @@ def test_anything_unknown_goes_the_long_way(library, monkeypatch, change):
 
 
 def test_a_profiler_that_hears_of_launches_hears_of_ours(library):
-    assert not cast_launch.is_hooked()
+    assert not is_hooked()
     kernel = Kernel()
     _, statistics = train(kernel)
     library.hook.calls.append(print)
-    assert cast_launch.is_hooked()
+    assert is_hooked()
     assert all(row.last is not None for row in statistics.rows)
     statistics.begin(is_sampled=True)
     statistics.detach()
     assert all(row.last is None for row in statistics.rows)
     library.knobs.runtime.launch_enter_hook = print  # no chain
-    assert cast_launch.is_hooked()
+    assert is_hooked()
 
 
 def test_every_counted_cast_is_a_piece_and_no_other_is():

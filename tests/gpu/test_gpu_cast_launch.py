@@ -19,14 +19,15 @@ if not torch.cuda.is_available():
 from kernel_cases import SUMS, groups  # noqa: E402
 
 from fp8watch.capture.statistics.count import count_by_torch  # noqa: E402
-from fp8watch.capture.te import cast_kernel, cast_launch  # noqa: E402
+from fp8watch.capture.te import cast_kernel  # noqa: E402
 from fp8watch.capture.te import statistics as te_statistics  # noqa: E402
 from fp8watch.capture.te.cast_launch import repeat  # noqa: E402
 from fp8watch.capture.te.cast_rows import CastRow, CastRows  # noqa: E402
+from fp8watch.capture.triton_launch import KNOWN_VERSIONS, is_hooked  # noqa: E402
 from fp8watch.emulation.cast import to_float8  # noqa: E402
 from fp8watch.formats import E4M3, E5M2  # noqa: E402
 
-is_known = triton.__version__.startswith(cast_launch.KNOWN_VERSIONS)
+is_known = triton.__version__.startswith(KNOWN_VERSIONS)
 known = pytest.mark.skipif(not is_known, reason=f"casts are launched through Triton {triton.__version__} itself")
 CODE = "kFloat8E4M3"
 
@@ -111,7 +112,7 @@ def test_a_hook_on_launches_is_told_of_ours() -> None:
     runtime = triton.knobs.runtime
     runtime.launch_enter_hook.add(heard.append)
     try:
-        assert cast_launch.is_hooked()
+        assert is_hooked()
         other = row()
         first(other, values, made)
         assert len(heard) == 1
@@ -119,7 +120,7 @@ def test_a_hook_on_launches_is_told_of_ours() -> None:
     finally:
         runtime.launch_enter_hook.remove(heard.append)
         runtime.launch_enter_hook.calls.clear()
-    assert not cast_launch.is_hooked()
+    assert not is_hooked()
     assert torch.equal(other.counts, found.counts)
 
 

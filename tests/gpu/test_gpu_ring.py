@@ -11,6 +11,7 @@ import torch
 from fp8watch.capture import ring as ring_module
 from fp8watch.capture.mapped import can_map, mapped
 from fp8watch.capture.ring import Ring
+from fp8watch.capture.triton_launch import KNOWN_VERSIONS
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -25,18 +26,28 @@ def step(number: int) -> dict[str, torch.Tensor | list[torch.Tensor]]:
     amax = [torch.rand(n, device=DEVICE) for n in (417, 259)]
     return {
         "amax": amax, "scale": [448.0 / part for part in amax],
-        "counts": torch.randint(1 << 40, (676,), device=DEVICE), "seen": torch.rand(676, device=DEVICE) > 0.5,
+        "counts": torch.randint(1 << 40, (676,), device=DEVICE),
+        # A byte an element: then torch concatenates.
+        **({"seen": torch.rand(676, device=DEVICE) > 0.5} if number % 5 == 4 else {}),
         "loss": torch.rand((), device=DEVICE), "norm": torch.rand((), device=DEVICE, dtype=torch.bfloat16),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("is_mapped", [True, False])
-def test_every_step_arrives_to_the_bit_without_waiting(is_mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["gathered", "mapped", "copied"])
+def test_every_step_arrives_to_the_bit_without_waiting(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_mapped = way != "copied"
     if is_mapped and not can_map(DEVICE):
         pytest.skip("kernels of this device cannot write to pinned memory")
     monkeypatch.setattr(ring_module, "can_map", lambda device: is_mapped)
+    if way != "gathered":
+        monkeypatch.setattr(ring_module, "gather_for", lambda slots, device: None)
     ring: Ring[int] = Ring(DEVICE)
-    assert (ring._lanes[DEVICE]._staging is None) is is_mapped
+    lane = ring._lanes[DEVICE]
+    assert (lane._staging is None) is is_mapped
+    if way == "gathered" and lane._gather is None:
+        triton = pytest.importorskip("triton")
+        assert not triton.__version__.startswith(KNOWN_VERSIONS)
+        pytest.skip(f"Triton {triton.__version__} is not known")
     steps = [step(number) for number in range(20)]
     wanted = [{k: torch.cat(v) if isinstance(v, list) else v.clone() for k, v in one.items()} for one in steps]
     found = {}
@@ -52,6 +63,8 @@ def test_every_step_arrives_to_the_bit_without_waiting(is_mapped: bool, monkeypa
             torch.cuda.current_stream().synchronize()
             found.update(ring.poll())
     torch.cuda.set_sync_debug_mode("default")
+    if lane._gather is not None:
+        assert lane._gather._sequence == 16, "every step but those with bytes"
     found.update(ring.poll(wait=True))
     assert sorted(found) == list(range(20))
     for number, values in found.items():
@@ -70,3 +83,24 @@ def test_memory_is_the_same_on_both_sides() -> None:
     torch.cuda.synchronize()
     assert host.tolist() == [i % 256 for i in range(4096)]
     assert torch.cuda.memory_allocated() == held, "it takes no memory of the device"
+
+
+def test_a_graph_capture_and_side_streams_do_not_disturb_it() -> None:
+    ring: Ring[int] = Ring(DEVICE)
+    side = torch.cuda.Stream()
+    value = torch.zeros((), device=DEVICE)
+    with torch.cuda.stream(side):
+        for number in range(3):
+            torch.cuda._sleep(20_000_000)  # about 10 ms, so that the numbers are late
+            value.fill_(number)
+            assert ring.push({"value": value, "bf16": value.bfloat16()}, number)
+            assert ring.poll() == [], "not before the kernel of its stream has run"
+        side.synchronize()
+        assert [(note, float(values["value"])) for note, values in ring.poll()] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert not ring.push({"value": value}, 3)
+        assert ring.poll() == []
+    assert ring.dropped == 1
+    assert ring.push({"value": value}, 4)
+    assert [note for note, _ in ring.poll(wait=True)] == [4]

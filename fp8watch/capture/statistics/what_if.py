@@ -69,7 +69,7 @@ def what_if_by_torch(item: Item, amax: torch.Tensor) -> WhatIfStatistics:
     """The reference: a few passes of torch operations per candidate."""
     values, scale = local(item.values), local(item.scale).float()
     if not values.numel():
-        zeros = torch.zeros(len(CANDIDATES), device=values.device)
+        zeros = torch.zeros(len(CANDIDATES), dtype=torch.float32, device=values.device)
         none = zeros.to(torch.int64)
         return WhatIfStatistics(underflowed=none, saturated=none, squared_error=zeros, squared_values=zeros[0])
     scale = scale.reshape(()) if scale.numel() == 1 else scale

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES, tally
-from fp8watch.capture.te.cast_launch import ALIGNMENT, LARGE, Shortcut, is_hooked, shortcut
+from fp8watch.capture.te.cast_launch import ALIGNMENT, LARGE
 from fp8watch.capture.te.cast_rows import CastRow
+from fp8watch.capture.triton_launch import Shortcut, is_hooked, shortcut
 from fp8watch.formats import Fp8Format
 
 BLOCK = 4096

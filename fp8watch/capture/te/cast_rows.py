@@ -35,7 +35,7 @@ class CastRow:
     """Number counted in this step."""
     is_forward_done: bool = False
     last: tuple[Any, torch.dtype, Any] | None = None
-    """How the next cast is launched if it is like the last one: `fp8watch.capture.te.cast_launch.Shortcut`, dtype of
+    """How the next cast is launched if it is like the last one: `fp8watch.capture.triton_launch.Shortcut`, dtype of
     the source, and the framework's name for the format."""
 
 

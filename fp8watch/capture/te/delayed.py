@@ -194,7 +194,7 @@ class TeDelayedSource:
             if values is None and name == "amax_local":
                 values = vector.amax  # a recipe without reduction over ranks
             if values is None:
-                values = torch.zeros(vector.size, device=vectors[0].scales[0].device)
+                values = torch.zeros(vector.size, dtype=torch.float32, device=vectors[0].scales[0].device)
             found.append(values)
         if self._is_spread:
             device = vectors[0].scales[0].device

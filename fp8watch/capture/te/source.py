@@ -27,10 +27,10 @@ from fp8watch.records import TensorColumn
 
 logger = logging.getLogger(__name__)
 
-EVERY_STEP_UNTIL, THEN_EVERY, SHARES = 4, 16, 4
-"""All modules are searched for stateless recipes in each of the first steps. Afterwards a quarter of them is searched
-in one step of 16: recipes seldom change during a run, and a search of the whole model costs more than all else in a
-step."""
+EVERY_STEP_UNTIL, THEN_EVERY, SHARES, AT_ONCE = 4, 16, 4, 64
+"""All modules are searched for stateless recipes in each of the first steps. Afterwards a quarter of them, or 64, is
+searched in one step of 16: recipes seldom change during a run, and a search of a large model costs more than all else
+in a step."""
 WITHIN = THEN_EVERY * SHARES
 """Steps in which all have been searched."""
 
@@ -162,7 +162,7 @@ class TeSource:
             return any(_is_stateless(module) for module in self._model.modules())
         if not self._to_ask:
             self._to_ask = [module for module in self._model.modules() if is_stateful(module)]
-            self._share = -(-len(self._to_ask) // SHARES)
+            self._share = max(AT_ONCE, -(-len(self._to_ask) // SHARES))
         turn, self._to_ask = self._to_ask[: self._share], self._to_ask[self._share :]
         return any(map(_is_stateless, turn))
 
@@ -194,7 +194,7 @@ def _joined(parts: tuple[Reading | None, Reading | None], lengths: tuple[int, in
         pieces, flags = [], []
         for part, length in zip(parts, lengths, strict=True):
             if part is None:
-                pieces.append(torch.zeros(length, device=device))
+                pieces.append(torch.zeros(length, dtype=torch.float32, device=device))
                 flags.append(torch.zeros(length, dtype=torch.bool, device=device))
             else:
                 held = name if name in part.values else "amax"  # equal with one update, or one rank

@@ -140,7 +140,8 @@ class TeStatelessSource:
     def _grow(self) -> None:
         """Columns were discovered in this step: make a larger log and put all columns in order."""
         ignored = [UNKNOWN_SCALE if kind.recipe == "current" else float("nan") for kind in self._kinds]
-        log = CastLog(len(self._keys), self._device, ignored=self._on_device(torch.tensor(ignored, device="cpu")))
+        unknown = self._on_device(torch.tensor(ignored, dtype=torch.float32, device="cpu"))
+        log = CastLog(len(self._keys), self._device, ignored=unknown)
         log.take_over(self._log)
         for position, worst in self._late:
             log.add(position, amax=worst, scale=None, fp8_max=1.0)
@@ -154,7 +155,7 @@ class TeStatelessSource:
         has_scale = [kind.recipe != "nvfp4" for kind in facts]
         fp8_max = [kind.fp8_max if known else 1.0 for kind, known in zip(facts, has_scale, strict=True)]
         self._facts = (
-            self._on_device(torch.tensor(fp8_max, device="cpu")),
+            self._on_device(torch.tensor(fp8_max, dtype=torch.float32, device="cpu")),
             self._on_device(torch.tensor(has_scale, device="cpu")),
         )
 

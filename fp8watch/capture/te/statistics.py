@@ -27,12 +27,13 @@ from fp8watch.capture.ring import is_capturing
 from fp8watch.capture.source import Reading
 from fp8watch.capture.statistics.count import count_made
 from fp8watch.capture.te.cast_columns import CastColumns
-from fp8watch.capture.te.cast_launch import is_hooked, repeat
+from fp8watch.capture.te.cast_launch import repeat
 from fp8watch.capture.te.cast_rows import CastRow, CastRows, Key
 from fp8watch.capture.te.cast_tap import CastTap
 from fp8watch.capture.te.slots import slot_names
 from fp8watch.capture.te.states import delayed_states, element_names, metas, quantizers_of
 from fp8watch.capture.te.tensors import format_name
+from fp8watch.capture.triton_launch import is_hooked
 from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.formats import FORMATS, Fp8Format
 from fp8watch.records import TensorColumn

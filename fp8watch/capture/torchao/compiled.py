@@ -96,7 +96,7 @@ class CompiledNotes:
             # A layer that has notes already is watched by another source, unless it is a copy of a watched one.
             is_watched = module in _watched and getattr(module, ATTRIBUTE, None) is not None
             if not is_watched and device.type != "meta":
-                notes = [torch.full((), NOT_RUN, device=device) for _ in range(len(ROLES) + 1)]
+                notes = [torch.full((), NOT_RUN, dtype=torch.float32, device=device) for _ in range(len(ROLES) + 1)]
                 for note in notes:
                     # As for parameters: CUDA graphs refuse a graph that writes to an input whose address may change.
                     torch._dynamo.mark_static_address(note, guard=False)

@@ -61,10 +61,10 @@ class TorchaoSource:
         self._log = CastLog(num, self._device)
         self._rule = ScaleRule(self._modules, TENSORS, self._device)
         self._counts = torch.zeros(len(COUNTS), num, dtype=torch.int64, device=self._device)
-        self._squares = torch.zeros(2, num, device=self._device)
+        self._squares = torch.zeros(2, num, dtype=torch.float32, device=self._device)
         self._blocks = torch.zeros(2, num, dtype=torch.int64, device=self._device)
         """Number of row or column scales, and how many of those rows or columns clip."""
-        self._scale_range = torch.zeros(2, num, device=self._device)
+        self._scale_range = torch.zeros(2, num, dtype=torch.float32, device=self._device)
         """Largest and smallest of those scales."""
         self._has_blocks = False
         self._is_counting = False
