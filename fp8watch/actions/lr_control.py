@@ -28,8 +28,10 @@ class LrControl:
         self._is_disturbed = False
         self._is_entered = False
         """Whether `enter` was called for the step under way."""
-        self._was_plain = True
+        self.was_plain = True
         """Whether no rule changed an LR in the last step."""
+        self.first: Lr | None = None
+        """LR of the first group, which is the one that trainers log, in the last step; None before it."""
         self._position: int | None = None
         self.seen: SeenCurve | None = None
         """Learns at each update what the schedule has set, for a schedule that cannot be evaluated; else None."""
@@ -127,8 +129,9 @@ class LrControl:
             self._scheduled, self._position = self._effective, None if self._scheduler is None else self.position
         self._is_entered = self._is_disturbed = False
         self._updates += 1
-        self._was_plain = not self._put
-        if self._was_plain:
+        self.first = self._effective[0] if self._effective else None
+        self.was_plain = not self._put
+        if self.was_plain:
             return
         for group, ours, saved in self._put:
             if group["lr"] is not ours:
@@ -151,11 +154,6 @@ class LrControl:
     def effective(self) -> list[Lr]:
         """LR of each group in the last optimizer step (device tensors are not read); empty before the first."""
         return list(self._effective)
-
-    @property
-    def first(self) -> Lr | None:
-        """LR of the first group, which is the one that trainers log, in the last optimizer step; None before it."""
-        return self._effective[0] if self._effective else None
 
     @property
     def scheduled(self) -> list[Lr]:
@@ -184,7 +182,7 @@ class LrControl:
     def factor(self) -> float | None:
         """Effective over scheduled LR in the last step (largest of each). 1.0 without rules; None if either is unknown
         (no step yet, or an LR on a device)."""
-        if self._was_plain and not self._rules:
+        if self.was_plain and not self._rules:
             return 1.0
         effective, scheduled = _largest(self._effective), _largest(self._scheduled)
         if effective is None or scheduled is None:

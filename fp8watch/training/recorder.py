@@ -93,9 +93,11 @@ class Recorder:
         )  # fmt: skip
         slot_bytes = 4096 + BYTES_A_TENSOR * len(self.layout.columns)
         self._ring: Ring[StepNote] = Ring(device, slot_bytes=slot_bytes)
-        self._own_seconds = 0.0
+        self.own_seconds = 0.0
+        """Spent inside fp8watch on the training thread since the last `finish`; whoever spends any adds to it."""
         self._was_updated = False
         self._is_entered = False
+        self._is_skip_at_rest = True
         self._norm_is_scaled = False
         self._last_boundary: float | None = None
         self.begin(1)
@@ -110,13 +112,14 @@ class Recorder:
         if self._flight is not None and self._flight.is_due:
             self.scalars.put("bad_parameters", guard.call("flight check", self._flight.start))
         is_skipped, is_clipping = False, not self._clip.is_at_rest
+        is_skip_at_rest = self._is_skip_at_rest = self._skip.is_at_rest  # until the next boundary
         if not has_closure:
             # Nearly always neither has anything to do: training is not made to pay for asking them.
             if is_clipping:
                 guard.call("clip", self._clip.before_step)
                 if self._clip.failure is not None:
                     self._miss("clip", f"clipping before the optimizer step failed: {self._clip.failure}")
-            if not self._skip.is_at_rest:
+            if not is_skip_at_rest:
                 may_act = self._may_act()
                 if may_act or self._skip.ask_peers is not None:
                     is_skipped = bool(guard.call("skip_update", self._skip.before_step, may_act=may_act))
@@ -137,7 +140,7 @@ class Recorder:
             if self._num_updates % self._update_every == 0:
                 guard.call("update_rms begin", self._update_size.before)
             self._num_updates += 1
-        self._own_seconds += time.perf_counter() - started
+        self.own_seconds += time.perf_counter() - started
         return is_skipped
 
     def enter_update(self) -> None:
@@ -152,7 +155,7 @@ class Recorder:
         self._guard.call("learning_rate end", self._lr.leave)
         if attribute(self._optimizer, "found_inf") is not None:
             self._guard.call("update_skipped", self._take_skipped)
-        if not self._skip.is_at_rest:
+        if not self._is_skip_at_rest:
             self._guard.call("skip_update end", self._skip.after_step)
 
     def after_update(self, *, has_closure: bool) -> None:
@@ -168,7 +171,7 @@ class Recorder:
             self._missing.updates += 1
             if self._missing.is_due:
                 self._guard.call("missing gradients", self._miss_gradients)
-        self._own_seconds += time.perf_counter() - started
+        self.own_seconds += time.perf_counter() - started
 
     def note_clip(self) -> None:
         """The loop is about to clip: are its gradients unscaled?"""
@@ -280,8 +283,8 @@ class Recorder:
 
     def _push(self, reading: Reading | None, step: int, attempt: int, started: float, updates: int) -> None:
         # What is spent from here on, sending included, counts for the next step: the sum over steps is exact.
-        self.scalars.values["overhead_seconds"] = self._own_seconds + time.perf_counter() - started
-        self._own_seconds = 0.0
+        self.scalars.values["overhead_seconds"] = self.own_seconds + time.perf_counter() - started
+        self.own_seconds = 0.0
         host, device = self.scalars.take()
         update, self._update = self._update, None
         note = StepNote(
@@ -318,12 +321,17 @@ class Recorder:
             values["loss_scale"] = scale
         if self._was_updated:
             if self._is_entered:  # a skipped update used no learning rate
-                if (rate := as_rate(self._lr.first)) is not None:
+                lr = self._lr
+                if type(lr.first) is float:
+                    values["learning_rate"] = lr.first
+                elif (rate := as_rate(lr.first)) is not None:
                     values["learning_rate"] = rate
-                if (factor := self._lr.factor()) is not None:
+                if lr.was_plain:
+                    values["lr_factor"] = 1.0
+                elif (factor := lr.factor()) is not None:
                     values["lr_factor"] = factor
             if "update_skipped" not in values:
-                values["update_skipped"] = 0.0 if self._skip.is_at_rest else as_flag(self._skip.last_skipped)
+                values["update_skipped"] = 0.0 if self._is_skip_at_rest else as_flag(self._skip.last_skipped)
         elif gradients.has_scaler(self._scaler):
             values["update_skipped"] = 1.0
         else:
@@ -349,10 +357,6 @@ class Recorder:
     def dropped(self) -> int:
         """Steps that never got into the ring."""
         return self._ring.dropped
-
-    def spent(self, seconds: float) -> None:
-        """Count time spent inside fp8watch on the training thread."""
-        self._own_seconds += seconds
 
     def forget(self) -> None:
         """A rollback: what was collected of the step under way belongs to a timeline that is given up."""

@@ -167,7 +167,7 @@ class Watch:
             return
         started = time.perf_counter()
         self._guard.call("loss", self._recorder.micro_loss, loss)
-        self._recorder.spent(time.perf_counter() - started)
+        self._recorder.own_seconds += time.perf_counter() - started
 
     def step(self, loss: Any = None, tokens: float | torch.Tensor | None = None) -> None:
         """The step boundary, after `optimizer.step()` (and the scheduler's): record, apply what is due, save.
@@ -192,13 +192,13 @@ class Watch:
         self._guard.call("frames", session.send_frames)
         if session.uplink.has_news:
             self._guard.call("replies", self._take_replies)
-        self._recorder.spent(time.perf_counter() - started)
+        self._recorder.own_seconds += time.perf_counter() - started
         if self._boundary.is_due:
             is_idle = self._boundary.is_idle
             started = time.perf_counter()
             self._guard.call("boundary", self._boundary.run, session.step)
             if is_idle:  # waited for the other ranks' votes only: that belongs to the step
-                self._recorder.spent(time.perf_counter() - started)
+                self._recorder.own_seconds += time.perf_counter() - started
             else:
                 self._recorder.restart_clock()
         if session.context.checkpoints is not None:

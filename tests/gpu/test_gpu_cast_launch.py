@@ -189,7 +189,9 @@ def test_casts_of_the_library_are_counted_the_short_way_as_torch_counts_them(tak
                 assert torch.equal(found.valid[name], right.valid[name])
             seen = found.valid["mse"]
             assert torch.allclose(found.values["mse"][seen], right.values["mse"][seen], rtol=1e-3)
-            assert seen.sum() == 15  # an input, a weight and a gradient of each of five GEMMs
+            # An input, a weight and a gradient of each of five GEMMs. In the first step modules have no state yet when
+            # their quantizers are looked up.
+            assert seen.sum() == (3 if step == 0 else 15)
     finally:
         ours.detach()
         theirs.detach()
