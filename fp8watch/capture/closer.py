@@ -216,8 +216,6 @@ class CloserLook:
 
     def _account(self) -> None:
         for kind, meter in self._meters.items():
-            if meter.is_idle:
-                continue
             meter.close_step()
             for seconds in meter.take():
                 self.governor.cost(kind, seconds)

@@ -4,8 +4,8 @@ Used on sampled steps only, around each piece of sampling work, on whatever thre
 cast). Events are queried on a later step and never waited for. GPU time is the time in which the device did nothing
 else, including waits for our launches. So a step cannot have lost more than the larger of the two.
 
-Timing costs as much as a small piece of work. So only the first pieces of a step and some of the later ones are timed,
-and the others are taken to cost the mean of those.
+Timing costs as much as a small piece of work. So only some pieces of a step are timed, others in each step, and those
+that are not are taken to cost the mean of those that are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,22 @@ import torch
 
 from fp8watch.capture.ring import is_capturing
 
-TIMED_FIRST, THEN_EVERY = 3, 41
-"""Pieces of a step that are timed: 7 of 192 casts, 43 of 1,680 tensors. Layers are alike, so a prime number: with one
-that shares a factor with the casts of a layer, the same kinds of casts would be timed in every layer."""
+TIMED = 9
+"""Pieces of a step that are timed, about: pieces differ twentyfold in size, and the governor smooths over steps."""
+AT_FIRST = 7
+"""One piece in so many is timed as long as it is not known how many pieces a step has."""
+
+
+def spacing(num_pieces: int) -> int:
+    """One piece in so many is timed in a step that is expected to have `num_pieces`.
+
+    Layers are alike, with a multiple of two or three casts each: a number that shares no factor with that, or the same
+    kinds of casts would be timed in every layer.
+    """
+    every = max(1, num_pieces // TIMED)
+    while every % 2 == 0 or (every > 1 and every % 3 == 0):
+        every -= 1
+    return every
 
 
 Pair = tuple[Any, Any]
@@ -36,13 +49,28 @@ Pair = tuple[Any, Any]
 class _Spent:
     """What the timed pieces cost; `timed` of the `counted` pieces."""
 
-    numbers: count[int] = field(default_factory=count)
+    every: int = AT_FIRST
+    """A piece is timed if its number is a multiple of this."""
+    start: int = 0
+    """Number of the first piece; another one in each step."""
+    numbers: count[int] = field(init=False)
     """Gives each piece its number, on whatever thread."""
     counted: int = 0
     """Known when the step is closed."""
     timed: int = 0
     cpu_seconds: float = 0.0
     pairs: list[Pair] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers = count(self.start)
+
+    def close(self) -> _Spent:
+        """End it; returns the next step's."""
+        self.counted = next(self.numbers) - self.start
+        if not self.counted:
+            return _Spent(self.every, self.start)
+        every = spacing(self.counted)
+        return _Spent(every, (self.start + max(1, round(0.618 * every))) % every)
 
     def seconds(self) -> float:
         """Estimate for all counted pieces. The events must have completed."""
@@ -67,15 +95,14 @@ class CostMeter:
     def piece(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
         """Context for one piece of work. `is_alone`: unlike the others, and always timed."""
         spent = self._now[is_alone]
-        number = next(spent.numbers)
-        if number >= TIMED_FIRST and number % THEN_EVERY and not is_alone:
+        if next(spent.numbers) % spent.every and not is_alone:
             return UNTIMED
         return self._timed(spent)
 
-    def numbers(self) -> count[int]:
-        """Numbers of this step's pieces, for work so short that even `piece` is too much: it takes the `next` number
-        itself, and if that is below `TIMED_FIRST` or a multiple of `THEN_EVERY`, does the work inside `timed`."""
-        return self._now[0].numbers
+    def numbers(self) -> tuple[count[int], int]:
+        """Numbers of this step's pieces, and of which number a multiple is timed: for work so short that even `piece`
+        is too much. It takes the `next` number itself, and does the work inside `timed` if its turn has come."""
+        return self._now[0].numbers, self._now[0].every
 
     def timed(self) -> AbstractContextManager[None]:
         """Context for a piece whose number was taken from `numbers`."""
@@ -95,7 +122,7 @@ class CostMeter:
     @property
     def is_idle(self) -> bool:
         """Whether nothing was measured in this step and no earlier step is pending."""
-        return not (self._waiting or self._now[0].timed or self._now[1].timed)  # first pieces are timed
+        return not (self._waiting or self._now[0].timed or self._now[1].timed)
 
     def _pair(self) -> Pair:
         with self._lock:
@@ -106,11 +133,10 @@ class CostMeter:
     def close_step(self) -> None:
         """End the step; its cost becomes known when its events have completed."""
         with self._lock:
+            following = (self._now[0].close(), self._now[1].close())
             if self._now[0].timed or self._now[1].timed:
-                for spent in self._now:
-                    spent.counted = next(spent.numbers)
                 self._waiting.append(self._now)
-            self._now = (_Spent(), _Spent())
+            self._now = following
 
     def take(self) -> Iterator[float]:
         """Seconds that the samples of each finished step cost, oldest first. Never waits."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.capture.triton_launch import Shortcut, shortcut
+from fp8watch.capture.triton_launch import Shortcut, is_known, shortcut
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +30,24 @@ _Tensor = torch.Tensor
 class Mark:
     """When a slot's last write is complete; has the methods of an event."""
 
-    __slots__ = ("_device", "_flags", "_slot", "sequence")
+    __slots__ = ("_device", "_flags", "_slot", "sequence", "stream")
 
     def __init__(self, flags: memoryview, slot: int, device: torch.device) -> None:
         """`flags`: int32, one for each slot, which the kernel writes."""
         self._flags, self._slot, self._device = flags, slot, device
         self.sequence = 0
         """Number of the slot's last write."""
+        self.stream = 0
+        """That it was launched on, as an address."""
 
     def query(self) -> bool:
         """Whether it is complete. Reads host memory only."""
         return self._flags[self._slot] == self.sequence
 
     def synchronize(self) -> None:
-        """Wait for it. Raises `RuntimeError` if the device is idle and it still is not complete."""
+        """Wait for it. Raises `RuntimeError` if its stream is idle and it still is not complete."""
         if not self.query():
-            torch.cuda.synchronize(self._device)
+            torch.cuda.ExternalStream(self.stream, device=self._device).synchronize()  # type: ignore[no-untyped-call]
             if not self.query():
                 raise RuntimeError("a step's numbers were not written: the kernel did not run")
 
@@ -75,14 +77,15 @@ class Gather:
             return None
         addresses = []
         for tensor in tensors:
-            if type(tensor) is not _Tensor or not tensor.is_contiguous():
+            address = tensor.data_ptr()
+            if type(tensor) is not _Tensor or not tensor.is_contiguous() or (not address and tensor.numel()):
                 return None
-            addresses.append(tensor.data_ptr())
+            addresses.append(address)
         self._sequence = sequence = self._sequence % MOST_SEQUENCE + 1
         mark, out = self._marks[slot], self._out[slot]
-        mark.sequence = sequence
+        mark.sequence, mark.stream = sequence, short.current_stream(short.device)
         short.launch(  # no scratch memory, no hooks
-            short.programs, 1, 1, short.current_stream(short.device), short.function,
+            short.programs, 1, 1, mark.stream, short.function,
             short.is_cooperative, short.is_dependent, None, None, short.metadata, None, None, None,
             out, self._flag_at[slot], sequence, *addresses, *[out] * missing,
             *[size >> 1 for size in sizes], *[0] * missing,
@@ -112,13 +115,18 @@ def gather_for(slots: list[torch.Tensor], device: torch.device) -> Gather | None
 
 
 def _trial(device: torch.device) -> tuple[Shortcut, int] | None:
-    if platform.machine() not in _ORDERED:
+    # Asked before anything is compiled: the kernel contains instructions of NVIDIA's, over which LLVM ends the process
+    # when it compiles for another vendor.
+    if platform.machine() not in _ORDERED or torch.version.hip is not None or not is_known():
         return None
     from fp8watch.capture.gather_kernel import BLOCK, MOST_PIECES, NUM_WARPS, gather
 
     with torch.cuda.device(device):
-        generator = torch.Generator().manual_seed(0)
-        pieces = [torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in (2, 5000, 4, 2050, 8)]
+        generator = torch.Generator("cpu").manual_seed(0)
+        pieces = [
+            torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=generator)
+            for size in (2, 5000, 4, 2050, 8)
+        ]
         wanted = torch.cat(pieces)
         there = [piece.to(device) for piece in pieces]
         host = [torch.zeros(8192, dtype=torch.uint8, device="cpu").pin_memory() for _ in range(2)]

@@ -10,6 +10,7 @@ the training thread only.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import torch
 from fp8watch.capture.arrived import Arrived, Segment
 from fp8watch.capture.gather import Gather, gather_for, try_out
 from fp8watch.capture.mapped import can_map, mapped
+
+logger = logging.getLogger(__name__)
 
 N = TypeVar("N")
 
@@ -115,7 +118,11 @@ class _Lane:
     def copy(self, plan: _Plan, tensors: list[torch.Tensor], sizes: list[int], slot: int) -> Any:
         """Start the copy. Returns an event or mark of its end, None on a CPU."""
         if self._gather is not None and plan.is_even:
-            mark = self._gather.write(tensors, sizes, slot)
+            try:
+                mark = self._gather.write(tensors, sizes, slot)
+            except Exception:
+                logger.warning("fp8watch: the kernel that writes a step failed; torch does it instead", exc_info=True)
+                self._gather = mark = None
             if mark is not None:
                 return mark
         tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
@@ -166,10 +173,12 @@ class Ring(Generic[N]):
         if may_map:
             try_out(device)
         self._lanes: dict[torch.device, _Lane] = {device: _Lane(device, slots, slot_bytes, may_map=may_map)}
+        self._failed: list[tuple[_Lane, _Plan, Any]] = []
+        """Of pushes that failed for another device: kept until nothing writes to their memory any more."""
         self._is_capturing = False
         """Whether a graph was being captured at the last `push`."""
         self.dropped = 0
-        """Steps dropped because the ring was full or a graph was being captured."""
+        """Steps dropped because the ring was full, a graph was being captured, or the device failed to write them."""
 
     def __len__(self) -> int:
         return len(self._flight)
@@ -191,7 +200,10 @@ class Ring(Generic[N]):
                 parts.append((lane, plan, lane.copy(plan, flat, sizes, slot)))
         except BaseException:
             self._free.append(slot)
+            self._failed += parts
             raise
+        if self._failed:
+            self._failed = [part for part in self._failed if part[2] is not None and not part[2].query()]
         self._flight.append(_InFlight(slot, note, parts))
         return True
 
@@ -216,14 +228,18 @@ class Ring(Generic[N]):
         if not self._flight or ((wait or self._is_capturing) and is_capturing()):
             return found
         while self._flight:
-            entry = self._flight[0]
+            entry, is_written = self._flight[0], True
             for _, _, event in entry.parts:
                 if event is not None:
                     if wait:
-                        event.synchronize()
+                        is_written = _wait(event) and is_written
                     elif not event.query():
                         return found
             self._flight.popleft()
+            if not is_written:
+                self._free.append(entry.slot)
+                self.dropped += 1
+                continue
             values = _NOTHING
             for lane, plan, _ in entry.parts:
                 part = Arrived(lane.memory[entry.slot][: plan.nbytes].tobytes(), plan.segments)
@@ -233,11 +249,22 @@ class Ring(Generic[N]):
         return found
 
 
+def _wait(event: Any) -> bool:
+    """False: what it marks the end of does not come."""
+    try:
+        event.synchronize()
+    except RuntimeError as error:
+        logger.warning("fp8watch: the numbers of a step are lost: %s", error)
+        return False
+    return True
+
+
 def _bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
         return [tensor.view(torch.uint8) for tensor in tensors]
     except RuntimeError:  # elements that are not side by side
-        return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+        copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        return [tensor.view(torch.uint8) for tensor in copies]
 
 
 _Sorted = tuple[list[_Shape], list[torch.Tensor], list[int]]

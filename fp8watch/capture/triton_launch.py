@@ -71,6 +71,20 @@ def shortcut(compiled: Any, programs: int, device: int) -> Shortcut | None:
         return None
 
 
+def is_known() -> bool:
+    """Whether this Triton, with NVIDIA's driver in use, is one of those that `shortcut` knows."""
+    try:
+        import triton
+        from triton.runtime import driver
+    except ImportError:
+        return False
+    try:
+        backend: str = driver.active.get_current_target().backend
+    except Exception:  # no driver, or another one
+        return False
+    return backend == "cuda" and triton.__version__.startswith(KNOWN_VERSIONS)
+
+
 def is_hooked() -> bool:
     """Whether somebody (a profiler) wants to hear of Triton's launches, which the short way does not tell."""
     try:

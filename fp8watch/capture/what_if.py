@@ -51,7 +51,8 @@ class WhatIfLog:
         found = what_if(Item(values=values.detach(), scale=scale, fmt=fmt), amax)
         if self._counts is None or self._sums is None:
             self._counts = torch.zeros(2, self._num, len(CANDIDATES), dtype=torch.int64, device=self._device)
-            self._sums = torch.zeros(self._num, len(CANDIDATES) + 1, dtype=torch.float32, device=self._device)
+            with torch.inference_mode(False):
+                self._sums = torch.zeros(self._num, len(CANDIDATES) + 1, dtype=torch.float32, device=self._device)
         counts = torch.stack((found.underflowed, found.saturated))
         self._counts[:, position].add_(counts.to(self._device))
         sums = torch.cat((found.squared_error, found.squared_values.reshape(1)))

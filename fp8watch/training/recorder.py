@@ -372,7 +372,7 @@ class Recorder:
 
     def detach(self) -> None:
         """Leave no hook behind."""
-        self._guard.call("ring", self._ring.poll, wait=True)  # no kernel may write to memory that is given back
+        self._guard.call("ring detach", self._ring.poll, wait=True)  # no kernel may write to memory that is given back
         self._guard.call("closer look detach", self.closer.detach)
         if self._source is not None:
             self._guard.call(f"{self._source.name} detach", self._source.detach)

@@ -21,7 +21,7 @@ from fp8watch.capture.ring import Ring
 from fp8watch.capture.triton_launch import Shortcut
 
 CPU = torch.device("cpu")
-PIECES, DEVICE, FUNCTION, METADATA = 12, 3, 111, (8, 1, 0)
+PIECES, DEVICE, FUNCTION, STREAM, METADATA = 12, 3, 111, 7, (8, 1, 0)
 
 
 class Kernel:
@@ -34,7 +34,7 @@ class Kernel:
 
     def __call__(self, *arguments: Any) -> None:
         head, own = arguments[:13], arguments[13:]
-        assert head == (1, 1, 1, 7, FUNCTION, False, False, None, None, METADATA, None, None, None)
+        assert head == (1, 1, 1, STREAM, FUNCTION, False, False, None, None, METADATA, None, None, None)
         assert own[-1] is None
         assert len(own) == 3 + 2 * PIECES + 1
         self.launches += 1
@@ -52,7 +52,7 @@ class Kernel:
 
 
 def short(kernel: Kernel, current: Any = None) -> Shortcut:
-    return Shortcut(kernel, 1, FUNCTION, False, False, METADATA, DEVICE, current, lambda device: 7)
+    return Shortcut(kernel, 1, FUNCTION, False, False, METADATA, DEVICE, current, lambda device: STREAM)
 
 
 @pytest.fixture
@@ -127,21 +127,49 @@ def test_a_step_has_arrived_when_the_kernel_says_so_and_not_before(kernel: Kerne
     assert [note for note, _ in ring.poll()] == [4]
 
 
-def test_waiting_for_a_kernel_that_never_ran_is_an_error(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_kernel_that_never_ran_loses_its_step_alone(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: (waited.append(device), kernel.run()))
+
+    class Stream:
+        def __init__(self, address: int, device: torch.device) -> None:
+            assert (address, device) == (STREAM, CPU)
+
+        def synchronize(self) -> None:
+            waited.append(len(kernel.waiting))
+            kernel.run()
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     kernel.is_slow = True
     ring: Ring[int] = Ring(CPU)
     ring.push(step(), 0)
     assert len(ring.poll(wait=True)) == 1
-    assert waited == [CPU]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    ring.push(step(), 1)
-    with pytest.raises(RuntimeError, match="were not written"):
-        ring.poll(wait=True)
+    assert waited == [1], "for the stream that it was launched on"
+    for number in (1, 2, 3):
+        ring.push(step(), number)
+    del kernel.waiting[1]
+    assert [note for note, _ in ring.poll(wait=True)] == [1, 3]
+    assert ring.dropped == 1
+    assert ring.push(step(), 4), "its slot is free again"
 
 
-@pytest.mark.parametrize("change", ["bytes of one", "not side by side", "subclass", "too many"])
+def test_a_launch_that_raises_is_the_last_and_torch_goes_on(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring: Ring[int] = Ring(CPU)
+
+    def fail(self: Any, *arguments: Any) -> None:
+        self.launches += 1
+        raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr(Kernel, "__call__", fail)
+    for number in range(3):
+        assert ring.push(step(float(number)), number)
+        ((_, values),) = ring.poll()
+        assert values.number("loss") == number
+    assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("change", ["bytes of one", "not side by side", "subclass", "too many", "no memory"])
 def test_what_it_cannot_write_is_concatenated(kernel: Kernel, change: str) -> None:
     given_ = step()
     if change == "bytes of one":
@@ -150,6 +178,8 @@ def test_what_it_cannot_write_is_concatenated(kernel: Kernel, change: str) -> No
         given_["column"] = torch.arange(6.0).view(3, 2)[:, 1]
     elif change == "subclass":
         given_["parameter"] = torch.nn.Parameter(torch.ones(2))
+    elif change == "no memory":
+        given_["zero"] = torch._efficientzerotensor(2)
     else:
         given_ |= {f"record{i}": torch.tensor(float(i)) for i in range(PIECES)}
     ring: Ring[int] = Ring(CPU)
@@ -157,7 +187,7 @@ def test_what_it_cannot_write_is_concatenated(kernel: Kernel, change: str) -> No
     ((_, values),) = ring.poll()
     assert kernel.launches == 0
     for name, wanted in given_.items():
-        whole = torch.cat(wanted) if isinstance(wanted, list) else wanted.detach()
+        whole = torch.cat(wanted) if isinstance(wanted, list) else wanted.detach().clone()
         assert np.array_equal(values[name], whole.float().numpy() if whole.dtype is torch.bfloat16 else whole.numpy())
 
 

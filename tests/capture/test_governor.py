@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8watch.capture.cost_meter import THEN_EVERY, TIMED_FIRST, CostMeter
+from fp8watch.capture.cost_meter import AT_FIRST, TIMED, CostMeter, spacing
 from fp8watch.capture.governor import MOST_DOUBLINGS, Governor
 
 BASE = {"statistics": 10, "what_if": 100, "shadow": 100}
@@ -114,7 +114,7 @@ def test_a_pause_is_no_step_and_the_first_sample_does_not_count():
     assert governor.share() == pytest.approx(0.005, rel=0.1)
 
 
-@pytest.mark.parametrize("num_pieces", [1, TIMED_FIRST, TIMED_FIRST + 1, 192, 1680])
+@pytest.mark.parametrize("num_pieces", [1, AT_FIRST, AT_FIRST + 1, 192, 1680])
 def test_pieces_that_are_not_timed_cost_what_the_others_do(monkeypatch, num_pieces):
     clock = [0.0]
     asked = []
@@ -129,8 +129,37 @@ def test_pieces_that_are_not_timed_cost_what_the_others_do(monkeypatch, num_piec
         clock[0] += 7.0
     meter.close_step()
     assert list(meter.take()) == [pytest.approx(12.0 + 0.25 * num_pieces)]
-    assert len(asked) <= 2 * (2 + TIMED_FIRST + num_pieces // THEN_EVERY)
+    assert len(asked) <= 2 * (3 + num_pieces // AT_FIRST)
     assert meter.is_idle
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8, 16, 80])
+def test_pieces_of_very_different_cost_are_estimated_rightly_on_average(monkeypatch, layers):
+    """Casts of a Transformer layer: forward ones, then backward ones, which are of other sizes."""
+    forward, backward = [2.0, 3.0, 1.0, 1.0, 2.0, 4.0, 8.0, 4.0], [1.0, 8.0, 1.0, 3.0]
+    costs = forward * layers + backward * layers
+    clock = [0.0]
+    monkeypatch.setattr("fp8watch.capture.cost_meter.time.thread_time", lambda: clock[0])
+    meter = CostMeter(torch.device("cpu"))
+    found, timed = [], []
+    for _ in range(200):
+        numbers, every = meter.numbers()
+        for cost in costs:
+            if next(numbers) % every == 0:
+                with meter.timed():
+                    clock[0] += cost
+                timed.append(1)
+            else:
+                clock[0] += cost
+        meter.close_step()
+        found += meter.take()
+    assert sum(found[1:]) / len(found[1:]) == pytest.approx(sum(costs), rel=0.03)
+    assert len(found) == 200, "every step is estimated"
+    assert len(timed) / 200 <= 3 * TIMED
+
+
+def test_what_is_timed_shares_no_factor_with_a_layer():
+    assert [spacing(count) for count in (0, 1, 12, 96, 192, 1680)] == [1, 1, 1, 7, 19, 185]
 
 
 def test_the_meter_gives_the_time_of_its_pieces_once_a_step():

@@ -13,6 +13,7 @@ from standin_te.tensors import DTYPE, MAX, DType, Float8TensorStorage
 from torch.nn import functional as F
 
 from fp8watch.capture.source import Reading
+from fp8watch.capture.te.source import TeSource
 from fp8watch.capture.te.statistics import TeStatistics
 from fp8watch.records import TensorColumn
 
@@ -304,3 +305,42 @@ def test_casts_on_another_device_are_left_alone_and_it_is_said(parts, caplog):
     statistics.begin(is_sampled=True)
     extension.quantize(torch.ones(2, 8), model["a"].quantizers["scaling_fwd"][0])
     assert list(counts(statistics)) == ["a:input"], "the tap goes on"
+
+
+def test_rows_that_are_made_in_inference_mode_can_be_cleared_outside_of_it() -> None:
+    """Sampling with the model in training mode, as for reinforcement learning, may make the first cast of a run."""
+    model, extension = torch.nn.ModuleDict({"a": Linear(1.0)}), Extension()
+    statistics = TeStatistics(model, extension=extension)
+    statistics._kernel = None
+    quantizer = model["a"].quantizers["scaling_fwd"][0]
+    try:
+        statistics.begin(is_sampled=True)
+        with torch.inference_mode():
+            extension.quantize(torch.ones(2, 8), quantizer)
+        for _ in range(2):
+            statistics.begin(is_sampled=True)
+            extension.quantize(torch.ones(2, 8), quantizer)
+            assert counts(statistics)["a:input"]["quantized"] == 16
+        assert statistics._tap.num_failures == 0
+    finally:
+        statistics.detach()
+
+
+def test_two_watched_models_leave_the_library_as_it_was_between_samples() -> None:
+    extension = Extension()
+    extension.fused_amax_and_scale_update_after_reduction = lambda *args, **options: None
+    nobody = SimpleNamespace(subscribe=lambda *args: None, unsubscribe=lambda *args: None, num_unmatched=0)
+    sources = [
+        TeSource(torch.nn.ModuleDict({"a": Linear(1.0)}), extension=extension, tap=nobody)  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
+    try:
+        for step in range(14):
+            for source in sources:
+                source.begin(with_statistics=step % 10 == 0)
+            is_bare = getattr(extension.quantize, "__func__", None) is Extension.quantize
+            # The one that lies below can be taken out when the other one has gone, a step later.
+            assert is_bare is (step % 10 not in (0, 1)), step
+    finally:
+        for source in sources:
+            source.detach()

@@ -8,11 +8,14 @@ Importing this does not need Triton.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from fp8watch.capture.te.cast_rows import CastRow
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
 """Bytes. Triton compiles another kernel for addresses that are not a multiple of this."""
@@ -41,11 +44,16 @@ def repeat(row: CastRow, values: torch.Tensor, codes: torch.Tensor, made: Any) -
         or (values_at | codes_at) % ALIGNMENT or (current_device is not None and current_device() != device)
     ):  # fmt: skip
         return False
-    launch(  # in the order of `KNOWN_ARGUMENTS`: no scratch memory, no hooks
-        programs, 1, 1, current_stream(device), function, cooperative, dependent, None, None, metadata,
-        None, None, None,
-        values_at, codes_at, made._scale_inv.data_ptr(), row.counts_at, row.sums_at, numel,
-        None, None, None, None, None,  # the kernel's compile-time constants, which have to be there
-    )  # fmt: skip
+    try:
+        launch(  # in the order of `KNOWN_ARGUMENTS`: no scratch memory, no hooks
+            programs, 1, 1, current_stream(device), function, cooperative, dependent, None, None, metadata,
+            None, None, None,
+            values_at, codes_at, made._scale_inv.data_ptr(), row.counts_at, row.sums_at, numel,
+            None, None, None, None, None,  # the kernel's compile-time constants, which have to be there
+        )  # fmt: skip
+    except Exception:
+        logger.warning("fp8watch: the short way to count a cast failed; Triton is asked instead", exc_info=True)
+        row.last = None
+        return False
     row.elements += numel
     return True

@@ -62,10 +62,11 @@ class CastRows:
         found = self._rows.get(key)
         if found is None:
             number = len(self._rows)
-            if number >= len(self.counts):
-                self._grow()
             is_of_forward = key[1] in ("input", "weight", "output")
-            found = self._rows[key] = CastRow(key, number, is_of_forward, *self._place(number))
+            with torch.inference_mode(False):  # or nothing outside of it could write to the row
+                if number >= len(self.counts):
+                    self._grow()
+                found = self._rows[key] = CastRow(key, number, is_of_forward, *self._place(number))
         return found
 
     def clear(self) -> None:

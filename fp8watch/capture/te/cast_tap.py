@@ -87,6 +87,11 @@ class CastTap:
                 self._places = list(self._find())
             self._patches.put(self._places)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether any of its wrappers is."""
+        return bool(self._patches)
+
     def leave(self) -> None:
         """Stop listening."""
         if self._is_listening or self._patches:

@@ -53,7 +53,7 @@ class TeSource:
             logger.warning("fp8watch: casts of this Transformer Engine cannot be counted: %s", error)
         self._num_begins = 0
         self._was_sampled = True
-        """Whether the last step was begun with statistics, or none was."""
+        """Whether wrappers around casts may be in place."""
         self._to_ask: list[torch.nn.Module] = []
         self._share = 1
         """Modules searched at a time."""
@@ -118,7 +118,7 @@ class TeSource:
         self._num_begins += 1
         if self._statistics is not None and (with_statistics or self._was_sampled):
             self._statistics.begin(is_sampled=with_statistics)
-        self._was_sampled = with_statistics
+            self._was_sampled = self._statistics.is_listening  # until no wrapper is left
         if self._stateless is not None:
             self._stateless.begin(with_statistics=with_statistics)
         elif (

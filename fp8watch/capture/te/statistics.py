@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.capture.cost_meter import THEN_EVERY, TIMED_FIRST, UNTIMED, CostMeter
+from fp8watch.capture.cost_meter import UNTIMED, CostMeter
 from fp8watch.capture.governor import Kind
 from fp8watch.capture.ring import is_capturing
 from fp8watch.capture.source import Reading
@@ -62,7 +62,8 @@ class TeStatistics:
         """By TE's dtype code."""
         self.meters: Mapping[Kind, CostMeter] | None = None
         self._numbers: Iterator[int] = count(1)
-        """Numbers of this step's pieces, see `CostMeter.numbers`."""
+        self._every = 1
+        """Numbers of this step's pieces, and which are timed: see `CostMeter.numbers`."""
         self._is_sampled = False
         self._is_capturing: Callable[[], bool] = is_capturing
         self._what_if: WhatIfLog | None = None
@@ -95,10 +96,16 @@ class TeStatistics:
             if self._kernel is not None and is_hooked():
                 for row in self.rows:
                     row.last = None
-        self._numbers = count(1) if self.meters is None else self.meters["statistics"].numbers()
+        if self.meters is not None:
+            self._numbers, self._every = self.meters["statistics"].numbers()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", is_capturing)
         self._tap.listen()
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether any wrapper is in place, also one that could not be taken out because another one lies over it."""
+        return self._tap.is_in_place
 
     def detach(self) -> None:
         """Stop listening."""
@@ -121,8 +128,7 @@ class TeStatistics:
         row = self.row_of(quantizer, made)
         if row is None:
             return
-        number = next(self._numbers)
-        if (number < TIMED_FIRST or not number % THEN_EVERY) and self.meters is not None:
+        if not next(self._numbers) % self._every and self.meters is not None:
             with self.meters["statistics"].timed():
                 self.count(row, source, made)
         elif not repeat(row, source, made._data, made):
@@ -153,8 +159,7 @@ class TeStatistics:
 
     def piece(self) -> AbstractContextManager[None] | None:
         """Context for a cast that takes more than counting; None if it is not timed."""
-        number = next(self._numbers)
-        if self.meters is None or (number >= TIMED_FIRST and number % THEN_EVERY):
+        if next(self._numbers) % self._every or self.meters is None:
             return None
         return self.meters["statistics"].timed()
 
