@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_te_statistics import COLUMNS, Extension, Linear, counts
+from test_te_statistics import COLUMNS, counts, two_layers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8watch import columns
 from fp8watch.capture.frames import LayoutBook, StepNote, build_frame, device_values
 from fp8watch.capture.ring import Ring
 from fp8watch.capture.source import Pieces, Places, Reading
-from fp8watch.capture.te.statistics import TeStatistics
 
 NUM = len(COLUMNS)
 
 
 @pytest.fixture
 def parts():
-    torch.manual_seed(0)
-    model, extension = torch.nn.ModuleDict({"a": Linear(4.0), "b": Linear(0.01)}), Extension()
-    statistics = TeStatistics(model, extension=extension)
-    yield model, extension, statistics
-    statistics.detach()
+    yield from two_layers(4.0)
 
 
 def step(parts, *, is_looking: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,13 +78,18 @@ class Linear(torch.nn.Module):
         }
 
 
-@pytest.fixture
-def parts():
+def two_layers(scale: float) -> Iterator[tuple[torch.nn.ModuleDict, Extension, TeStatistics]]:
+    """For a fixture: a model whose first layer has this scale, the double of the library, and what counts its casts."""
     torch.manual_seed(0)
-    model, extension = torch.nn.ModuleDict({"a": Linear(4.0), "b": Linear(0.01)}), Extension()
+    model, extension = torch.nn.ModuleDict({"a": Linear(scale), "b": Linear(0.01)}), Extension()
     statistics = TeStatistics(model, extension=extension)
     yield model, extension, statistics
     statistics.detach()
+
+
+@pytest.fixture
+def parts():
+    yield from two_layers(4.0)
 
 
 COLUMNS = [

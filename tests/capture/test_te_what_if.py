@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_te_statistics import COLUMNS, Extension, Linear
+from test_te_statistics import COLUMNS, two_layers
 
 from fp8watch import what_if
 from fp8watch.capture.source import Reading
@@ -16,11 +16,7 @@ from fp8watch.formats import E4M3, E5M2
 
 @pytest.fixture
 def parts():
-    torch.manual_seed(0)
-    model, extension = torch.nn.ModuleDict({"a": Linear(400.0), "b": Linear(0.01)}), Extension()
-    statistics = TeStatistics(model, extension=extension)
-    yield model, extension, statistics
-    statistics.detach()
+    yield from two_layers(400.0)
 
 
 def figures(statistics: TeStatistics, figure: str) -> dict[str, list[float]]:
