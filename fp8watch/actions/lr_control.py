@@ -28,7 +28,7 @@ class LrControl:
         self._is_disturbed = False
         self._is_entered = False
         """Whether `enter` was called for the step under way."""
-        self.was_plain = True
+        self._was_plain = True
         """Whether no rule changed an LR in the last step."""
         self.first: Lr | None = None
         """LR of the first group, which is the one that trainers log, in the last step; None before it."""
@@ -130,8 +130,8 @@ class LrControl:
         self._is_entered = self._is_disturbed = False
         self._updates += 1
         self.first = self._effective[0] if self._effective else None
-        self.was_plain = not self._put
-        if self.was_plain:
+        self._was_plain = not self._put
+        if self._was_plain:
             return
         for group, ours, saved in self._put:
             if group["lr"] is not ours:
@@ -180,9 +180,9 @@ class LrControl:
         return _largest(self._effective)
 
     def factor(self) -> float | None:
-        """Effective over scheduled LR in the last step (largest of each). 1.0 without rules; None if either is unknown
-        (no step yet, or an LR on a device)."""
-        if self.was_plain and not self._rules:
+        """Effective over scheduled LR in the last step (largest of each): 1.0 if no rule changed an LR, None if either
+        is unknown (an LR on a device)."""
+        if self._was_plain:
             return 1.0
         effective, scheduled = _largest(self._effective), _largest(self._scheduled)
         if effective is None or scheduled is None:

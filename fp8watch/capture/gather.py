@@ -132,10 +132,9 @@ def _trial(device: torch.device) -> tuple[Shortcut, int] | None:
         host = [torch.zeros(8192, dtype=torch.uint8, device="cpu").pin_memory() for _ in range(2)]
         flag = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
         sizes = [piece.numel() for piece in pieces]
-        missing, out = MOST_PIECES - len(pieces), host[0].data_ptr()
-        compiled: Any = gather[(1,)](
-            out, flag.data_ptr(), 1, *[piece.data_ptr() for piece in there], *[out] * missing,
-            *[size // 2 for size in sizes], *[0] * missing, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        out = host[0].data_ptr()
+        compiled: Any = gather[(1,)](  # with no piece: only to compile it
+            out, flag.data_ptr(), 1, *[out] * MOST_PIECES, *[0] * MOST_PIECES, BLOCK=BLOCK, num_warps=NUM_WARPS
         )  # fmt: skip
         torch.cuda.synchronize(device)
         short = shortcut(compiled, 1, device.index)

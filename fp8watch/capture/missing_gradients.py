@@ -22,21 +22,20 @@ class MissingGradients:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self.updates = 0
-        """Updates so far; whoever calls `look` counts them."""
+        self._updates = 0
         self._without: dict[int, tuple[torch.Tensor, int]] = {}
         """Parameters without a gradient, each with the update at which that was first seen; by id."""
         self._told: set[int] = set()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `look` has anything to do in the update that `updates` counts."""
-        return bool(self._without) or self.updates % LOOK_EVERY == 1
+    def count(self) -> bool:
+        """Call at an update, when its gradients are complete. Returns whether `look` has anything to do in it."""
+        self._updates += 1
+        return bool(self._without) or self._updates % LOOK_EVERY == 1
 
     def look(self) -> list[str]:
-        """Call at an update, when its gradients are complete. Returns the names of parameters without a gradient for
+        """Call after `count` where that is so. Returns the names of parameters without a gradient for
         `PATIENCE` updates, each name once. A step in which no parameter has a gradient adds no candidates."""
-        if self.updates % LOOK_EVERY == 1:
+        if self._updates % LOOK_EVERY == 1:
             self._collect()
         if not self._without:
             return []
@@ -44,7 +43,7 @@ class MissingGradients:
         for key, (parameter, since) in list(self._without.items()):
             if parameter.grad is not None or not parameter.requires_grad:
                 del self._without[key]
-            elif self.updates - since >= PATIENCE:
+            elif self._updates - since >= PATIENCE:
                 del self._without[key]
                 self._told.add(key)
                 found.append(parameter)
@@ -57,7 +56,7 @@ class MissingGradients:
             return
         for parameter in without:
             if id(parameter) not in self._told:
-                self._without.setdefault(id(parameter), (parameter, self.updates))
+                self._without.setdefault(id(parameter), (parameter, self._updates))
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self._optimizer.param_groups:

@@ -141,12 +141,13 @@ class _Lane:
         return event
 
     def _target(self, plan: _Plan, slot: int) -> _Target:
-        host = self.host[slot][: plan.nbytes].view(plan.dtype)
-        found: _Target
+        def view(memory: torch.Tensor) -> torch.Tensor:
+            return memory[: plan.nbytes].view(plan.dtype)
+
         if self._staging is None:
-            found = (self._written[slot][: plan.nbytes].view(plan.dtype), None)
+            found: _Target = (view(self._written[slot]), None)
         else:
-            found = (self._staging[: plan.nbytes].view(plan.dtype), host)
+            found = (view(self._staging), view(self.host[slot]))
         self._targets[id(plan), slot] = found
         return found
 

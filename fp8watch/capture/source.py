@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fp8watch.records import TensorColumn
@@ -82,6 +83,12 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     evaluated on the host, where it costs no kernel."""
     updates_forward: int = 1
     updates_backward: int = 1
+
+    @property
+    def places(self) -> npt.NDArray[np.int64] | None:
+        """Of the columns in the joined parts of `values`; None: they are all, or `values` has no parts."""
+        places = self.values.places if isinstance(self.values, Pieces) else None
+        return None if places is None else places.host
 
     def validity(self, name: str) -> torch.Tensor:
         """Which elements of the column were observed (bool, same length). Launches a kernel if `valid` has no entry."""

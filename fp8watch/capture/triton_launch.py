@@ -52,14 +52,14 @@ def shortcut(compiled: Any, programs: int, device: int) -> Shortcut | None:
         from triton.backends.nvidia import driver
 
         launcher = compiled.run
-        is_known = (
+        is_as_known = (
             triton.__version__.startswith(KNOWN_VERSIONS)
             and driver._BASE_ARGS_FORMAT == KNOWN_ARGUMENTS
             and type(launcher) is driver.CudaLauncher
             and type(launcher.launch) is BuiltinFunctionType
             and not (launcher.global_scratch_size or launcher.profile_scratch_size)
         )
-        if not is_known or torch._C._cuda_getDevice() != device:
+        if not is_as_known or torch._C._cuda_getDevice() != device:
             return None
         return Shortcut(
             launcher.launch, programs, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl,

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from fp8watch.actions.clip_control import ClipControl
@@ -24,7 +22,7 @@ from fp8watch.capture.frames import LayoutBook, StepNote
 from fp8watch.capture.missing_gradients import PATIENCE, MissingGradients
 from fp8watch.capture.ring import Ring
 from fp8watch.capture.scalars import NotAScalar, StepScalars, as_flag, as_rate, as_scalar, is_given
-from fp8watch.capture.source import Pieces, Reading, Source
+from fp8watch.capture.source import Reading, Source
 from fp8watch.capture.update_size import UpdateSize, UpdateSums
 from fp8watch.foreign import attribute
 from fp8watch.records import Layout
@@ -127,8 +125,7 @@ class Recorder:
                     self._miss("skip_update", f"the guard failed: {self._skip.failure}")
             if not self._clip.has_current:  # else taken when the loop clipped
                 guard.call("grad_norm", self._take_norm)
-            self._missing.updates += 1
-            if self._missing.is_due:
+            if self._missing.count():
                 guard.call("missing gradients", self._miss_gradients)
         elif self._skip.is_armed:
             self._miss("skip_update", "optimizer.step is given a closure, which makes the gradients inside it")
@@ -168,8 +165,7 @@ class Recorder:
             self._guard.call("clip", self._clip.after_closure)
             if not self._clip.has_current:
                 self._guard.call("grad_norm", self._take_norm)
-            self._missing.updates += 1
-            if self._missing.is_due:
+            if self._missing.count():
                 self._guard.call("missing gradients", self._miss_gradients)
         self.own_seconds += time.perf_counter() - started
 
@@ -292,7 +288,7 @@ class Recorder:
             updates_forward=reading.updates_forward if reading is not None else updates,
             updates_backward=reading.updates_backward if reading is not None else updates,
             zero_is_unseen=reading is not None and reading.zero_is_unseen,
-            places=_places(reading),
+            places=reading.places if reading is not None else None,
             num_update_elements=update.num_elements if update is not None else 0,
         )  # fmt: skip
         try:
@@ -321,15 +317,8 @@ class Recorder:
             values["loss_scale"] = scale
         if self._was_updated:
             if self._is_entered:  # a skipped update used no learning rate
-                lr = self._lr
-                if type(lr.first) is float:
-                    values["learning_rate"] = lr.first
-                elif (rate := as_rate(lr.first)) is not None:
-                    values["learning_rate"] = rate
-                if lr.was_plain:
-                    values["lr_factor"] = 1.0
-                elif (factor := lr.factor()) is not None:
-                    values["lr_factor"] = factor
+                self.scalars.put("learning_rate", as_rate(self._lr.first))
+                self.scalars.put("lr_factor", self._lr.factor())
             if "update_skipped" not in values:
                 values["update_skipped"] = 0.0 if self._is_skip_at_rest else as_flag(self._skip.last_skipped)
         elif gradients.has_scaler(self._scaler):
@@ -376,10 +365,3 @@ class Recorder:
         self._guard.call("closer look detach", self.closer.detach)
         if self._source is not None:
             self._guard.call(f"{self._source.name} detach", self._source.detach)
-
-
-def _places(reading: Reading | None) -> npt.NDArray[np.int64] | None:
-    """See `StepNote.places`."""
-    if reading is None or not isinstance(reading.values, Pieces) or reading.values.places is None:
-        return None
-    return reading.values.places.host

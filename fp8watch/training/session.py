@@ -152,8 +152,7 @@ class Session:
         if self.context.lr.seen is not None and self._warmup() != self._warmup_told:
             self._introduce()
         layout = self.recorder.layout
-        if layout is not self.uplink.layout:
-            self.uplink.announce(layout)
+        self.uplink.announce(layout)
         for frame in self.recorder.poll(wait=wait):
             self.evidence.note(frame, layout)
             self.uplink.send(frame)

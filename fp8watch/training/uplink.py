@@ -29,12 +29,11 @@ class Uplink:
         self._guard = guard
         self._checkpoints = checkpoints
         self._verifier = verifier or Verifier(None)
-        self.layout: Layout | None = None
-        """The layout announced last."""
+        self._layout: Layout | None = None
 
     def open(self, hello: Hello, layout: Layout) -> None:
         """Start connecting. Each connection opens with hello, layout and checkpoints (`fp8watch.transport.opening`)."""
-        self.layout = layout
+        self._layout = layout
         self._guard.call("transport preamble", self._channel.set_preamble, [hello, layout, *self._checkpoints()])
 
     def await_agent(self, timeout_seconds: float) -> bool:
@@ -43,14 +42,14 @@ class Uplink:
 
     def introduce(self, hello: Hello, layout: Layout) -> None:
         """Send hello and layout again, for a new attempt or a changed hello."""
-        self.layout = layout
+        self._layout = layout
         self.send(hello)
         self.send(layout)
 
     def announce(self, layout: Layout) -> None:
         """Send a layout unless it is the one sent last."""
-        if layout is not self.layout:
-            self.layout = layout
+        if layout is not self._layout:
+            self._layout = layout
             self.send(layout)
 
     def send(self, message: Outgoing) -> None:

@@ -99,7 +99,7 @@ def run(watch: MissingGradients, parameters: list[nn.Parameter], updates: int, *
         for i, parameter in enumerate(parameters):
             has_one = parameter.requires_grad and i not in without
             parameter.grad = torch.zeros_like(parameter) if has_one else None
-        watch.updates += 1
+        watch.count()
         found += watch.look()
     return found
 
