@@ -40,9 +40,7 @@ class Kernel:
     def __init__(self) -> None:
         self.first = self.launched = 0
 
-    def add(
-        self, row: CastRow, values: Any, codes: Any, inverse: Any, *, is_inverse: bool, fmt: Any, code: Any
-    ) -> bool:
+    def add(self, row: CastRow, values: Any, codes: Any, inverse: Any, *, fmt: Any, code: Any) -> bool:
         self.first += 1
         self._add(row.counts[0], row.sums[0], values.reshape(-1), codes.reshape(-1), inverse, fmt)
         dtype = values.dtype

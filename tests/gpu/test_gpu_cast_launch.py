@@ -46,9 +46,7 @@ def cast(values: torch.Tensor, scale: float = 4.0, code: str = CODE) -> Any:
 def first(row: CastRow, values: torch.Tensor, made: Any) -> None:
     """The long way, which opens the short one."""
     fmt = E4M3 if made._fp8_dtype == CODE else E5M2
-    assert cast_kernel.add(
-        row, values, made._data, made._scale_inv, is_inverse=True, fmt=fmt, code=made._fp8_dtype
-    )  # fmt: skip
+    assert cast_kernel.add(row, values, made._data, made._scale_inv, fmt=fmt, code=made._fp8_dtype)
 
 
 @known
@@ -133,9 +131,7 @@ def test_a_tensor_of_another_than_the_current_device_is_left_to_torch() -> None:
         first(found, values, made)
     with torch.cuda.device(1):
         assert not repeat(found, values, made._data, made)
-        assert not cast_kernel.add(
-            found, values, made._data, made._scale_inv, is_inverse=True, fmt=E4M3, code=CODE
-        )  # fmt: skip
+        assert not cast_kernel.add(found, values, made._data, made._scale_inv, fmt=E4M3, code=CODE)
 
 
 @pytest.fixture

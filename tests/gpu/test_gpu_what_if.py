@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import interpreted
+from kernel_cases import all_values
 from what_if_cases import amaxes, differences, groups
 
 
@@ -18,13 +19,15 @@ def test_interpreted_kernel_says_what_torch_says():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_kernel_says_what_torch_says_on_a_gpu():
-    from fp8watch.capture.statistics import kernels, what_if_kernels
+    from fp8watch.capture.statistics import what_if_kernels
     from fp8watch.capture.statistics.what_if import what_if_many
 
     for items in groups("cuda", 1 << 22):
-        assert all(kernels.fits(item) for item in items)
+        assert all(what_if_kernels.fits(item) for item in items)
         assert differences(what_if_kernels.launch(items, amaxes(items)), items) == []
         assert differences(what_if_many(items), items) == []
+    items = list(all_values("cuda"))
+    assert differences(what_if_kernels.launch(items, amaxes(items)), items) == []
 
 
 @pytest.mark.gpu

@@ -58,8 +58,9 @@ def differences(found: list[WhatIfStatistics], items: list[Item]) -> list[str]:
 def main() -> int:
     from fp8watch.capture.statistics import what_if_kernels as kernels
 
-    kernels.TILES, kernels.TILES_A_PROGRAM = 16, 32  # fewer turns of a slow loop, several programs a tensor
-    return report(line for i in groups("cpu", 6400) for line in differences(kernels.launch(i, amaxes(i)), i))
+    kernels.TILES_A_PROGRAM, kernels.TILES[1] = 48, 16  # several programs a tensor, fewer turns of a slow loop
+    items = [item for group in groups("cpu", 6400) for item in group]
+    return report(differences(kernels.launch(items, amaxes(items)), items))
 
 
 if __name__ == "__main__":

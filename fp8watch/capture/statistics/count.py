@@ -86,7 +86,7 @@ def count(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype | Fp8For
 
 
 def count_many(items: Sequence[Item]) -> list[TensorStatistics]:
-    """Statistics of many tensors; on a GPU one launch per dtype and format."""
+    """Statistics of many tensors; on a GPU one launch per kind (dtype, format, layout of the scale)."""
     kernels: Any = _kernels() if any(item.values.device.type == "cuda" for item in items) else None
     fused: dict[int, TensorStatistics] = kernels.count_fused(items) if kernels is not None else {}
     return [fused[i] if i in fused else count_by_torch(item) for i, item in enumerate(items)]

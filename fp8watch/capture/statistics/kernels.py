@@ -4,33 +4,37 @@ Importing this needs Triton. A launch takes a table of addresses, so tensors are
 grid axis splits each tensor, the second is the tensor. Every program writes its own partial sums, which torch adds up:
 no atomics, a reproducible result. The rounding is that of `fp8watch.emulation.cast`, in FP32, which gives exactly the
 counts of `count_by_torch`; the two sums differ in the order of additions.
+
+What limits the speed is first the number of loads in flight, then the number of instructions per element. So a thread
+takes a unit of adjacent elements by one load, which needs addresses and rows that allow it, and keeps one counter per
+unit rather than per element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from fp8watch.capture.statistics import fused_items
+from fp8watch.capture.statistics.fused_items import ADJACENT
 from fp8watch.formats import Fp8Format
 
 if TYPE_CHECKING:
     from fp8watch.capture.statistics.count import Item, TensorStatistics
 
-BLOCK = 1024
-ELEMENTS_A_PROGRAM = 16 * BLOCK
-MOST_PROGRAMS = 1024
-"""Per tensor; with a larger tensor each program loops longer."""
-COLUMNS = 6
-"""Columns of the table: addresses of values, scales and codes, number of elements, row length, scale mode."""
+THREADS = 256
+REGISTERS = 64
+"""Most registers of a thread where units are long: four programs fit into a multiprocessor at once."""
+ELEMENTS_A_PROGRAM = 32768
+MOST_PROGRAMS = 528
+"""Per tensor: four for each of the 132 multiprocessors of an H100 or H200. With a larger tensor each loops longer."""
 
 SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CODES_OF = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
-_ONE, _A_ROW, _A_COLUMN = 0, 1, 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -45,69 +49,125 @@ def cast(scaled, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tally(x, scale, scaled, code, FP8_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Per element: saturated, not zero before, not zero after, not finite (int32), squared error, square (float32).
-
-    `scaled`: `x * scale`; `code`: the value of its code.
-    """
-    saturated = (tl.abs(scaled) > FP8_MAX).to(tl.int32)
-    before = (x != 0.0).to(tl.int32)
-    after = (code != 0.0).to(tl.int32)
-    nonfinite = ((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32)
-    difference = (scaled - code) / scale
-    return saturated, before, after, nonfinite, difference * difference, x * x
+def rounded(  # type: ignore[no-untyped-def]
+    scaled, CODES: tl.constexpr, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):  # fmt: skip
+    """The same by the GPU's own conversion, which saturates too, where it has one (`has_fp8_conversion`)."""
+    return scaled.to(CODES).to(tl.float32) if HAS_FP8 else cast(scaled, FP8_MAX, MIN_NORMAL, MAGIC)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count_kernel(  # type: ignore[no-untyped-def]
-    table, counts, sums, programs,
-    SOURCE: tl.constexpr, CODES: tl.constexpr, HAS_CODES: tl.constexpr,
-    FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    tensor = tl.program_id(1)
-    row = table + tensor * 6
-    source = tl.load(row).to(tl.pointer_type(SOURCE))
-    scales = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    codes = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
-    numel = tl.load(row + 3)
-    length = tl.load(row + 4)
-    mode = tl.load(row + 5)
+def inverse_of(scale, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The inverse of scales, to the accuracy of the sums; counts never depend on it."""
+    if HAS_FP8:
+        # One instruction rather than eight, which a scale per column takes for every element. It takes subnormals for
+        # zero: no usable scale is one, and an error that an inverse so small divides is zero in FP32.
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        inverse = 1.0 / scale
+    return inverse
 
-    saturated = tl.zeros([BLOCK], tl.int32)
-    before = tl.zeros([BLOCK], tl.int32)
-    after = tl.zeros([BLOCK], tl.int32)
-    nonfinite = tl.zeros([BLOCK], tl.int32)
-    error = tl.zeros([BLOCK], tl.float32)
-    square = tl.zeros([BLOCK], tl.float32)
-    amax = tl.zeros([BLOCK], tl.float32)
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tally(  # type: ignore[no-untyped-def]
+    x, scaled, code, inverse, FP8_MAX: tl.constexpr, COUNT: tl.constexpr = tl.int32
+):  # fmt: skip
+    """Per element: saturated, not zero before, not zero after, not finite (COUNT), squared error, square (float32).
+
+    `scaled`: `x` times the scale; `code`: the value of its code; `inverse`: of the scale. As float32 a count takes two
+    instructions, one less than as int32, and is exact up to 2^24.
+    """
+    saturated = (tl.abs(scaled) > FP8_MAX).to(COUNT)
+    before = (x != 0.0).to(COUNT)
+    after = (code != 0.0).to(COUNT)
+    # NaN is not less either. Compared with the largest number, because LLVM makes three instructions of infinity.
+    nonfinite = (~(tl.abs(x) <= 3.4028234663852886e38)).to(COUNT)
+    difference = (scaled - code) * inverse
+    return saturated, before, after, nonfinite, difference * difference, x * x
+
+
+@triton.jit(do_not_specialize=["first", "programs"])  # type: ignore[untyped-decorator]
+def _count_kernel(  # type: ignore[no-untyped-def]
+    table, counts, sums, first, programs,
+    SOURCE: tl.constexpr, CODES: tl.constexpr, HAS_CODES: tl.constexpr, HAS_FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr,
+    MODE: tl.constexpr, ALIGNMENT: tl.constexpr, UNITS: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """Tensor `first` + n of the table by programs [programs, n], blocks of UNITS x EACH elements at a time.
+
+    ALIGNMENT: what addresses are multiples of; a scale changes only between units, or with every element (MODE 2).
+    """
+    BLOCK: tl.constexpr = UNITS * EACH
+    program = tl.program_id(0)
+    tensor = first + tl.program_id(1)
+    row = table + tensor * 5
+    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(SOURCE)), ALIGNMENT)
+    codes = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), ALIGNMENT)
+    scales = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    numel = tl.load(row + 3)
+    unit = tl.arange(0, UNITS)[:, None] * EACH
+    each = tl.arange(0, EACH)[None, :]
     start = program.to(tl.int64) * BLOCK
+    step = programs.to(tl.int64) * BLOCK
+    if MODE == 0:
+        scale = tl.load(scales)
+    else:
+        # Where each unit lies. A step adds to it, because a division for every block would cost more than the counting.
+        length = tl.load(row + 4)
+        line = ((start + unit) // length).to(tl.int32)
+        column = tl.multiple_of(((start + unit) % length).to(tl.int32), [EACH, EACH])
+        step_lines = (step // length).to(tl.int32)
+        step_columns = (step % length).to(tl.int32)
+        length = length.to(tl.int32)
+        if MODE == 2:
+            scales = tl.multiple_of(scales, ALIGNMENT)
+
+    saturated = tl.zeros([UNITS], tl.float32)
+    before = tl.zeros([UNITS], tl.float32)
+    after = tl.zeros([UNITS], tl.float32)
+    nonfinite = tl.zeros([UNITS], tl.float32)
+    error = tl.zeros([UNITS], tl.float32)
+    square = tl.zeros([UNITS], tl.float32)
+    amax = tl.zeros([UNITS], tl.float32)
     while start < numel:
-        offsets = start + tl.arange(0, BLOCK).to(tl.int64)
-        inside = offsets < numel
-        x = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
-        index = tl.where(mode == 1, offsets // length, tl.where(mode == 2, offsets % length, 0))
-        scale = tl.load(scales + index, mask=inside, other=1.0)
+        # By unit, all of which end with the tensor or before: a mask by element would take a load for every element.
+        inside = unit < tl.minimum(numel - start, BLOCK).to(tl.int32)
+        x = tl.load(source + start + (unit + each), mask=inside, other=0.0).to(tl.float32)
+        if HAS_CODES:
+            byte = tl.load(codes + start + (unit + each), mask=inside, other=0)
+        if MODE == 1:
+            scale = tl.load(scales + line, mask=inside, other=1.0)
+        elif MODE == 2:
+            scale = tl.load(scales + (column + each), mask=inside, other=1.0)
         scaled = x * scale
         if HAS_CODES:
-            byte = tl.load(codes + offsets, mask=inside, other=0)
             code = byte.to(CODES, bitcast=True).to(tl.float32)
         else:
-            code = cast(scaled, FP8_MAX, MIN_NORMAL, MAGIC)
-        s, b, a, n, e, q = tally(x, scale, scaled, code, FP8_MAX)
-        saturated += s
-        before += b
-        after += a
-        nonfinite += n
-        error += e
-        square += q
-        amax = tl.maximum(amax, tl.where(x != x, 0.0, tl.abs(x)))
-        start += programs * BLOCK
+            code = rounded(scaled, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
+        s, b, a, n, e, q = tally(x, scaled, code, inverse_of(scale, HAS_FP8), FP8_MAX, tl.float32)
+        saturated += tl.sum(s, 1)
+        before += tl.sum(b, 1)
+        after += tl.sum(a, 1)
+        nonfinite += tl.sum(n, 1)
+        error += tl.sum(e, 1)
+        square += tl.sum(q, 1)
+        largest = tl.max(tl.abs(x), 1)  # not NaN, unless all are
+        amax = tl.maximum(amax, tl.where(largest != largest, 0.0, largest))
+        start += step
+        if MODE != 0:
+            line += step_lines
+            column += step_columns
+            is_over = column >= length
+            line += is_over.to(tl.int32)
+            column = tl.multiple_of(tl.where(is_over, column - length, column), [EACH, EACH])
     place = tensor * programs + program
-    tl.store(counts + place * 4, tl.sum(saturated, 0).to(tl.int64))
-    tl.store(counts + place * 4 + 1, tl.sum(before, 0).to(tl.int64))
-    tl.store(counts + place * 4 + 2, tl.sum(after, 0).to(tl.int64))
-    tl.store(counts + place * 4 + 3, tl.sum(nonfinite, 0).to(tl.int64))
+    tl.store(counts + place * 4, tl.sum(saturated.to(tl.int32), 0).to(tl.int64))
+    tl.store(counts + place * 4 + 1, tl.sum(before.to(tl.int32), 0).to(tl.int64))
+    tl.store(counts + place * 4 + 2, tl.sum(after.to(tl.int32), 0).to(tl.int64))
+    tl.store(counts + place * 4 + 3, tl.sum(nonfinite.to(tl.int32), 0).to(tl.int64))
     tl.store(sums + place * 3, tl.sum(error, 0))
     tl.store(sums + place * 3 + 1, tl.sum(square, 0))
     tl.store(sums + place * 3 + 2, tl.max(amax, 0))
@@ -115,100 +175,118 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 def count_fused(items: Sequence[Item]) -> dict[int, TensorStatistics]:
     """Statistics by position, without the items that the kernel cannot take (layout, dtype, format, device)."""
-    groups: dict[tuple[torch.device, torch.dtype, str, bool], list[int]] = {}
-    items = [by_rows(item) for item in items]
+    devices: dict[torch.device, list[int]] = {}
+    items = [fused_items.by_rows(item) for item in items]
     for i, item in enumerate(items):
         if fits(item):
-            key = (item.values.device, item.values.dtype, item.fmt.name, item.codes is not None)
-            groups.setdefault(key, []).append(i)
+            devices.setdefault(item.values.device, []).append(i)
     found: dict[int, TensorStatistics] = {}
-    for positions in groups.values():
+    for positions in devices.values():
         found.update(zip(positions, launch([items[i] for i in positions]), strict=True))
     return found
 
 
-def by_rows(item: Item) -> Item:
-    """A transposed matrix (torchao's weights) as it lies in memory, because counts do not depend on the order."""
-    values = item.values
-    if values.dim() != 2 or values.is_contiguous() or not values.t().is_contiguous():
-        return item
-    scale = item.scale.t() if item.scale.dim() == 2 else item.scale
-    codes = None if item.codes is None else item.codes.t()
-    return replace(item, values=values.t(), scale=scale, codes=codes)
-
-
 def fits(item: Item) -> bool:
     """Whether the kernel can read the tensors in place."""
-    values, scale, codes = item.values, item.scale, item.codes
-    return (
-        values.device.type == "cuda"
-        and type(values) in (torch.Tensor, torch.nn.Parameter)
-        and values.is_contiguous()
-        and values.numel() > 0
-        and values.dtype in SOURCES
-        and item.fmt.name in CODES_OF
-        and type(scale) is torch.Tensor
-        and scale.device == values.device
-        and scale.dtype == torch.float32
-        and scale.is_contiguous()
-        and scale_mode(values, scale) is not None
-        and (codes is None or (codes.is_contiguous() and codes.shape == values.shape and codes.element_size() == 1))
-    )
+    return item.values.dtype in SOURCES and item.fmt.name in CODES_OF and fused_items.is_plain(item)
 
 
-def scale_mode(values: torch.Tensor, scale: torch.Tensor) -> int | None:
-    """How `scale` broadcasts over `values`: one, one per row (last dimension), one per column; None: another way."""
-    if scale.numel() == 1:
-        return _ONE
-    if values.dim() and scale.shape == (*values.shape[:-1], 1):
-        return _A_ROW
-    if values.dim() and scale.numel() == values.shape[-1] and scale.shape[-1] == values.shape[-1]:
-        return _A_COLUMN
-    return None
+class _Kind(NamedTuple):
+    """What the kernel is compiled for."""
+
+    dtype: torch.dtype
+    fmt: Fp8Format
+    has_codes: bool
+    mode: int | None
+    is_regular: bool
+
+
+def _kind(item: Item) -> _Kind:
+    mode = fused_items.scale_mode(item.values, item.scale)
+    regular = fused_items.is_regular(item, by_row=False)
+    return _Kind(item.values.dtype, item.fmt, item.codes is not None, mode, regular)
 
 
 def launch(items: Sequence[Item]) -> list[TensorStatistics]:
-    """Count tensors of one device, dtype and format, all with codes or all without, in one launch."""
+    """Count tensors of one device, in one launch for each kind."""
     from fp8watch.capture.statistics.count import TensorStatistics
 
-    fmt: Fp8Format = items[0].fmt
-    device, dtype = items[0].values.device, items[0].values.dtype
-    rows = [
-        (
-            item.values.data_ptr(), item.scale.data_ptr(), 0 if item.codes is None else item.codes.data_ptr(),
-            item.values.numel(), item.values.shape[-1] if item.values.dim() else 1,
-            scale_mode(item.values, item.scale),
-        )
-        for item in items
-    ]  # fmt: skip
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
+    device = items[0].values.device
+    kinds: dict[_Kind, list[int]] = {}
+    for i, item in enumerate(items):
+        kinds.setdefault(_kind(item), []).append(i)
+    order = [i for positions in kinds.values() for i in positions]
+    table = fused_items.on_device([_addresses(items[i]) for i in order], device)
     largest = max(item.values.numel() for item in items)
     programs = min(MOST_PROGRAMS, triton.cdiv(largest, ELEMENTS_A_PROGRAM))
     counts = torch.empty(len(items), programs, 4, dtype=torch.int64, device=device)
     sums = torch.empty(len(items), programs, 3, dtype=torch.float32, device=device)
-    kernel: Any = _count_kernel
-    kernel[(programs, len(items))](
-        table, counts, sums, programs,
-        SOURCE=SOURCES[dtype], CODES=CODES_OF[fmt.name], HAS_CODES=items[0].codes is not None,
-        FP8_MAX=fmt.max, MIN_NORMAL=fmt.min_normal, MAGIC=1.5 * 2.0 ** (23 - fmt.mantissa_bits), BLOCK=BLOCK,
-    )  # fmt: skip
-    counts = counts.sum(1)
+    first = 0
+    for kind, positions in kinds.items():
+        _launch_kind(kind, (programs, len(positions)), table, counts, sums, first)
+        first += len(positions)
+    sizes, (saturated, before, after, nonfinite) = table[:, 3], counts.sum(1).unbind(1)
+    underflowed, zeros = before - after, sizes - before
     amax, totals = sums[..., 2].amax(1), sums[..., :2].sum(1)
-    sizes = torch.tensor([item.values.numel() for item in items], dtype=torch.int64, device="cpu")
-    if device.type == "cuda":
-        sizes = sizes.pin_memory().to(device, non_blocking=True)
-    return [
-        TensorStatistics(
-            quantized=sizes[i],
-            saturated=counts[i, 0],
-            underflowed=counts[i, 1] - counts[i, 2],
-            zeros=sizes[i] - counts[i, 1],
-            nonfinite=counts[i, 3],
-            squared_error=totals[i, 0],
-            squared_values=totals[i, 1],
-            amax=amax[i],
+    found = {
+        i: TensorStatistics(
+            quantized=sizes[at],
+            saturated=saturated[at],
+            underflowed=underflowed[at],
+            zeros=zeros[at],
+            nonfinite=nonfinite[at],
+            squared_error=totals[at, 0],
+            squared_values=totals[at, 1],
+            amax=amax[at],
         )
-        for i in range(len(items))
-    ]
+        for at, i in enumerate(order)
+    }
+    return [found[i] for i in range(len(items))]
+
+
+def _addresses(item: Item) -> tuple[int, ...]:
+    """A row of the table: addresses of values, codes and scales, number of elements, row length."""
+    codes_at = 0 if item.codes is None else item.codes.data_ptr()
+    values = item.values
+    return (values.data_ptr(), codes_at, item.scale.data_ptr(), values.numel(), fused_items.row_length(values))
+
+
+def _launch_kind(
+    kind: _Kind, grid: tuple[int, int], table: torch.Tensor, counts: torch.Tensor, sums: torch.Tensor, first: int
+) -> None:
+    """Count the tensors from row `first` of the table on, all of one kind."""
+    fmt, kernel = kind.fmt, _count_kernel
+    if not kind.is_regular:
+        units, each = 4 * THREADS, 1
+    elif kind.has_codes:
+        units, each = THREADS, ADJACENT
+    else:
+        units, each = 2 * THREADS, ADJACENT // kind.dtype.itemsize  # two loads in flight per thread
+    has_fp8 = has_fp8_conversion(table.device)
+    kernel[grid](
+        table, counts, sums, first, grid[0],
+        SOURCE=SOURCES[kind.dtype], CODES=CODES_OF[fmt.name], HAS_CODES=kind.has_codes, HAS_FP8=has_fp8,
+        FP8_MAX=fmt.max, MIN_NORMAL=fmt.min_normal, MAGIC=magic(fmt),
+        MODE=kind.mode, ALIGNMENT=ADJACENT if kind.is_regular else 1, UNITS=units, EACH=each,
+        num_warps=THREADS // 32, **limits(kind.is_regular),
+    )  # fmt: skip
+
+
+def magic(fmt: Fp8Format) -> float:
+    """See `fp8watch.emulation.cast.round_to_fp8`."""
+    factor: float = 1.5 * 2.0 ** (23 - fmt.mantissa_bits)
+    return factor
+
+
+def has_fp8_conversion(device: torch.device) -> bool:
+    """Whether Triton's conversion from FP32 to FP8 is one instruction there (NVIDIA, compute capability 9.0 and later).
+
+    Elsewhere, on GPUs of 8.9 too, it goes by FP16, which rounds twice and counts other zeros.
+    """
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def limits(is_regular: bool) -> dict[str, int]:
+    """Options of a launch that Triton has for NVIDIA only."""
+    return {"maxnreg": REGISTERS} if is_regular and torch.version.hip is None else {}

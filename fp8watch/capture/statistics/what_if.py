@@ -49,7 +49,10 @@ def what_if(item: Item, amax: torch.Tensor | None = None) -> WhatIfStatistics:
 
 
 def what_if_many(items: Sequence[Item], amaxes: Sequence[torch.Tensor | None] | None = None) -> list[WhatIfStatistics]:
-    """Figures of many tensors; on a GPU one launch per dtype and format. The items' codes are ignored."""
+    """Figures of many tensors; on a GPU one launch per kind (dtype, format, layout of the scale).
+
+    The items' codes are ignored.
+    """
     known = [None] * len(items) if amaxes is None else list(amaxes)
     largest = [_amax(local(i.values)) if a is None else a for i, a in zip(items, known, strict=True)]
     kernels: Any = _kernels() if any(item.values.device.type == "cuda" for item in items) else None

@@ -20,10 +20,12 @@ from fp8watch.capture.te.cast_rows import CastRow
 from fp8watch.capture.triton_launch import Shortcut, is_hooked, shortcut
 from fp8watch.formats import Fp8Format
 
-BLOCK = 4096
-NUM_WARPS = 8
-PROGRAMS = 512
-"""Programs per launch: enough to fill a GPU. 1,680 tensors x 512 places x 24 bytes are 20 MiB."""
+THREADS, EACH = 256, 16
+"""Threads of a program, and adjacent elements that each of them takes at once: two loads of 16 bytes from a BF16
+source, one from the bytes."""
+PROGRAMS = 528
+"""Programs per launch: with at most 64 registers a thread, four at once for each of the 132 multiprocessors of an H100
+or H200. 1,680 tensors x 528 places x 24 bytes are 20 MiB."""
 DEVICE = "cuda"
 """Type of device that the kernel runs on; another one with Triton's interpreter."""
 
@@ -40,30 +42,40 @@ class _Launch(NamedTuple):
 _launches: dict[tuple[Any, ...], _Launch] = {}
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_block(x, code, scale, inverse, FP8_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tallies of elements [threads, each], added up by thread."""
+    s, b, a, n, e, q = tally(x, x * scale, code, inverse, FP8_MAX, tl.float32)
+    return tl.sum(s, 1), tl.sum(b, 1), tl.sum(a, 1), tl.sum(n, 1), tl.sum(e, 1), tl.sum(q, 1)
+
+
 # Specialising on the address of the scale (one element anywhere in a vector) or on the number of elements gains
 # nothing; with fewer kinds of kernels the right one is found at once.
-@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["scale_at"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["inverse_at"])  # type: ignore[untyped-decorator]
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    source, codes, scale_at, counts, sums, numel,
-    INVERSE: tl.constexpr, CODES: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    source, codes, inverse_at, counts, sums, numel,
+    CODES: tl.constexpr, FP8_MAX: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
+    BLOCK: tl.constexpr = THREADS * EACH
     program = tl.program_id(0)
-    scale = tl.load(scale_at)
-    if INVERSE:
-        scale = tl.math.div_rn(1.0, scale)  # `/` may be a unit in the last place off, and torch divides exactly
-    saturated = tl.zeros([BLOCK], tl.int32)
-    before = tl.zeros([BLOCK], tl.int32)
-    after = tl.zeros([BLOCK], tl.int32)
-    nonfinite = tl.zeros([BLOCK], tl.int32)
-    error = tl.zeros([BLOCK], tl.float32)
-    square = tl.zeros([BLOCK], tl.float32)
     start = program.to(tl.int64) * BLOCK
-    while start < numel:
-        offsets = start + tl.arange(0, BLOCK).to(tl.int64)
-        inside = offsets < numel
-        x = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
-        code = tl.load(codes + offsets, mask=inside, other=0).to(CODES, bitcast=True).to(tl.float32)
-        s, b, a, n, e, q = tally(x, scale, x * scale, code, FP8_MAX)
+    if start >= numel:
+        return
+    inverse = tl.load(inverse_at)
+    scale = tl.math.div_rn(1.0, inverse)  # `/` may be a unit in the last place off, and torch divides exactly
+    # One counter a thread, not one an element: registers are what limits the number of loads in flight. As float32, in
+    # which a count takes fewer instructions and is exact up to 2^24: that many elements a thread are 10^12 of a tensor.
+    saturated = tl.zeros([THREADS], tl.float32)
+    before = tl.zeros([THREADS], tl.float32)
+    after = tl.zeros([THREADS], tl.float32)
+    nonfinite = tl.zeros([THREADS], tl.float32)
+    error = tl.zeros([THREADS], tl.float32)
+    square = tl.zeros([THREADS], tl.float32)
+    within = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    while start + BLOCK <= numel:  # without a mask, which would take one load for every element
+        x = tl.load(source + start + within).to(tl.float32)
+        code = tl.load(codes + start + within).to(CODES, bitcast=True).to(tl.float32)
+        s, b, a, n, e, q = _of_block(x, code, scale, inverse, FP8_MAX)
         saturated += s
         before += b
         after += a
@@ -71,23 +83,33 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         error += e
         square += q
         start += PROGRAMS * BLOCK
+    if start < numel:
+        inside = start + within < numel
+        x = tl.load(source + start + within, mask=inside, other=0.0).to(tl.float32)
+        code = tl.load(codes + start + within, mask=inside, other=0).to(CODES, bitcast=True).to(tl.float32)
+        s, b, a, n, e, q = _of_block(x, code, scale, inverse, FP8_MAX)
+        saturated += s
+        before += b
+        after += a
+        nonfinite += n
+        error += e
+        square += q
     place = counts + program * 4
-    tl.store(place, tl.load(place) + tl.sum(saturated, 0))
-    tl.store(place + 1, tl.load(place + 1) + tl.sum(before, 0))
-    tl.store(place + 2, tl.load(place + 2) + tl.sum(after, 0))
-    tl.store(place + 3, tl.load(place + 3) + tl.sum(nonfinite, 0))
+    tl.store(place, tl.load(place) + tl.sum(saturated.to(tl.int32), 0))
+    tl.store(place + 1, tl.load(place + 1) + tl.sum(before.to(tl.int32), 0))
+    tl.store(place + 2, tl.load(place + 2) + tl.sum(after.to(tl.int32), 0))
+    tl.store(place + 3, tl.load(place + 3) + tl.sum(nonfinite.to(tl.int32), 0))
     place = sums + program * 2
     tl.store(place, tl.load(place) + tl.sum(error, 0))
     tl.store(place + 1, tl.load(place + 1) + tl.sum(square, 0))
 
 
 def add(
-    row: CastRow, values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor,
-    *, is_inverse: bool, fmt: Fp8Format, code: Any = None,
+    row: CastRow, values: torch.Tensor, codes: torch.Tensor, inverse: torch.Tensor, *, fmt: Fp8Format, code: Any = None
 ) -> bool:  # fmt: skip
     """Add a cast's statistics to a row's counts (int32 [PROGRAMS, 4]) and sums (float32 [PROGRAMS, 2]).
 
-    `codes`: the bytes (uint8) that the cast made; `scale`: one float32 element, the inverse scale with `is_inverse`.
+    `codes`: the bytes (uint8) that the cast made; `inverse`: one float32 element, the inverse of the scale.
     `code`: the framework's name for the format, by which the row's next cast is compared with this one; without it the
     next one is launched by this function too.
     False: the kernel cannot read tensors of this layout, and nothing was added.
@@ -100,30 +122,30 @@ def add(
         return False  # Triton launches on the current device
     values_at, codes_at = values.data_ptr(), codes.data_ptr()
     # Everything that Triton compiles a separate kernel for, except addresses that are not aligned for vector loads.
-    kind = (device, values.dtype, fmt.name, is_inverse, numel < LARGE)
+    kind = (device, values.dtype, fmt.name, numel < LARGE)
     known = None if (values_at | codes_at) % ALIGNMENT else _launches.get(kind)
     if known is None:
         if values.device.type != DEVICE or values.dtype not in SOURCES or fmt.name not in CODES_OF:
             return False
-        known = _first_launch(row, values, codes, scale, is_inverse=is_inverse, fmt=fmt)
+        known = _first_launch(row, values, codes, inverse, fmt)
         if known is None or (values_at | codes_at | row.counts_at | row.sums_at) % ALIGNMENT:
             return True
         _launches[kind] = known
     else:
-        known.run(values_at, codes_at, scale.data_ptr(), row.counts_at, row.sums_at, numel, *known.constants)
-    if known.shortcut is not None and code is not None and is_inverse and numel < LARGE and not is_hooked():
+        known.run(values_at, codes_at, inverse.data_ptr(), row.counts_at, row.sums_at, numel, *known.constants)
+    if known.shortcut is not None and code is not None and numel < LARGE and not is_hooked():
         row.last = (known.shortcut, values.dtype, code)
     return True
 
 
 def _first_launch(
-    row: CastRow, values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, *, is_inverse: bool, fmt: Fp8Format
+    row: CastRow, values: torch.Tensor, codes: torch.Tensor, inverse: torch.Tensor, fmt: Fp8Format
 ) -> _Launch | None:
     """Launch through `triton.jit`, which compiles; None: what it returns cannot be launched again."""
-    constants = (is_inverse, CODES_OF[fmt.name], fmt.max, BLOCK, PROGRAMS)
+    constants = (CODES_OF[fmt.name], fmt.max, THREADS, EACH, PROGRAMS)
     kernel: Any = _cast_kernel
     compiled = kernel[(PROGRAMS,)](
-        values, codes, scale, row.counts, row.sums, values.numel(), *constants, num_warps=NUM_WARPS
+        values, codes, inverse, row.counts, row.sums, values.numel(), *constants, num_warps=THREADS // 32
     )  # fmt: skip
     if not hasattr(compiled, "packed_metadata"):
         return None

@@ -180,7 +180,7 @@ class TeStatistics:
             codes = codes.view(torch.uint8)
         kernel = self._kernel
         with torch.no_grad():
-            if kernel is None or not kernel.add(row, values, codes, inverse, is_inverse=True, fmt=fmt, code=code):
+            if kernel is None or not kernel.add(row, values, codes, inverse, fmt=fmt, code=code):
                 counted = count_made(values.reshape(-1), inverse.reciprocal().reshape(()), fmt, codes.reshape(-1))
                 before = torch.count_nonzero(values)
                 after = before - counted.underflowed
