@@ -71,7 +71,9 @@ class Observed:
         if "layout" in self._guard.disabled:
             self.refresh(attempt)
             return
-        try:  # not `Guard.call`: the many times that nothing is due must not make up for a refresh that fails
+        # Not `Guard.call`: the many times that nothing is due must not make up for a refresh that fails. And a refresh
+        # may not meet the failure again: a source that failed once may say then that nothing has changed.
+        try:
             is_due = self._is_due(step, attempt)
         except Exception as error:
             self._guard.failed("layout", error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from test_te_statistics import COLUMNS, counts, two_layers
@@ -11,6 +13,7 @@ from fp8watch import columns
 from fp8watch.capture.frames import LayoutBook, StepNote, build_frame, device_values
 from fp8watch.capture.ring import Ring
 from fp8watch.capture.source import Pieces, Places, Reading
+from fp8watch.records import TensorColumn
 
 NUM = len(COLUMNS)
 
@@ -98,6 +101,44 @@ def test_what_changes_between_sampled_steps_is_noticed(parts):
         assert {name: row["quantized"] for name, row in found.items()} == {f"{n}:input": rows * 8 for n in names}
 
 
+class Named(list[TensorColumn]):
+    """Columns that count how often somebody goes through them."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[TensorColumn]:
+        self.num_walks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("indices", [None, [9, 8, 7, 5, 4, 3, 1, 0]])
+def test_another_number_of_elements_does_not_ask_again_which_row_is_which_column(parts, indices):
+    """With batches of varying length it is another one in every step."""
+    model, extension, statistics = parts
+    columns = Named(COLUMNS)
+    raw = torch.ones(NUM if indices is None else 11)
+    reading = Reading(values=Pieces({"amax": [raw]}, None if indices is None else Places(indices)))
+    walks, kept = [], []
+    for rows in (2, 3, 3, 5):
+        statistics.begin(is_sampled=True)
+        for name in "ab":
+            extension.quantize(torch.ones(rows, 8), model[name].quantizers["scaling_fwd"][0])
+        found = statistics.add_to(reading, lambda: columns)
+        wanted = [rows * 8 if column.tensor == "input" else 0 for column in COLUMNS]
+        assert found.values["quantized"].tolist() == wanted
+        assert found.valid["quantized"].tolist() == [number > 0 for number in wanted]
+        walks.append(columns.num_walks)
+        kept.append(found.valid["quantized"])
+    assert walks[0] > 0
+    assert walks == walks[:1] * 4
+    assert all(flags is kept[0] for flags in kept)  # on a GPU, a copy less
+    statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2, 8), model["b"].quantizers["scaling_fwd"][1])  # a new row
+    found = statistics.add_to(reading, lambda: columns)
+    assert columns.num_walks > walks[0]
+    assert found.values["quantized"].tolist() == [16 if column.name == "b:weight" else 0 for column in COLUMNS]
+
+
 class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -119,5 +160,5 @@ def test_a_step_like_the_last_one_takes_few_operations(parts):
         statistics.add_to(reading, lambda: COLUMNS)
     views = {"t", "unbind"}
     assert [name for name in calls.names if name not in views] == [
-        "sum", "index_select", "sum", "index_select", "sub", "div", "div", "log10_", "mul_",
+        "sum", "sum", "index_select", "index_select", "sub", "div", "div", "log10_", "mul_",
     ]  # fmt: skip

@@ -130,6 +130,7 @@ class TestRepeat:
         row.last, before = self.row.last, row.counts_at
         for i in range(200):
             rows.row((f"m{i}", "input"))
+        rows.clear()
         assert row.counts_at == row.counts.data_ptr() != before
         assert repeat(row, self.values[:2], self.codes[:2], self.made)
         assert self.calls[0][16:19] == (row.counts_at, row.sums_at, 16)

@@ -287,6 +287,26 @@ def test_a_look_that_fails_ends_the_tap_and_training_goes_on(parts, monkeypatch)
     assert extension.quantize == bare
 
 
+def test_a_step_that_could_not_begin_does_not_hand_out_the_counts_of_the_last_one(parts, monkeypatch):
+    model, extension, statistics = parts
+    statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2), model["a"].quantizers["scaling_fwd"][0])
+    assert counts(statistics)["a:input"]["quantized"] == 2
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(statistics.rows, "clear", fail)
+        with pytest.raises(RuntimeError, match="memory"):
+            statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2), model["a"].quantizers["scaling_fwd"][0])
+    assert counts(statistics) == {}
+    statistics.begin(is_sampled=True)
+    extension.quantize(torch.ones(2), model["a"].quantizers["scaling_fwd"][0])
+    assert counts(statistics)["a:input"]["quantized"] == 2
+
+
 def test_block_scales_are_not_counted(parts):
     model, _, statistics = parts
     statistics.begin(is_sampled=True)

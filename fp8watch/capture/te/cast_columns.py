@@ -1,8 +1,8 @@
 """A sampled step's counters as columns: sums over programs, in the order of the reading they are added to.
 
 On a GPU every operation costs the host more than the device. So what stays the same from one sampled step to the next
-(which row is which column, how many elements were cast) is kept on the device, and the parts of a reading that is not
-put together yet stay parts.
+is kept on the device: which row is which column, and, with batches of one size, how many elements were cast. The parts
+of a reading that is not put together yet stay parts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fp8watch.capture.source import Pieces, Places, Reading
@@ -17,23 +19,38 @@ from fp8watch.capture.te.cast_rows import CastRows
 from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.records import TensorColumn
 
+NO_ROW = -1
+"""Of a column that has none: picks the element behind those of the rows, which is 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    """What was so in the last sampled step, and the tensors made from it."""
+class _Order:
+    """Which row is which column, as it was in the last sampled step."""
 
     columns: Sequence[TensorColumn]
     places: Places | None
-    elements: list[int]
-    """Elements counted, by row."""
+    num_rows: int
+    by_column: npt.NDArray[np.int64]
+    """[columns]: the row of each column, or NO_ROW."""
+    by_part: npt.NDArray[np.int64]
+    """The same in the order of the reading's joined parts, [elements of the parts]."""
     rows: torch.Tensor
-    """int64 [columns]: the row of each column, 0 without one."""
-    was_seen: torch.Tensor
-    """bool [columns]"""
     index: torch.Tensor
-    """`rows` in the order of the reading's joined parts, int64 [elements of the parts]."""
+    """Both on the device, int64, with 0 in place of NO_ROW."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Amounts:
+    """How many elements were cast in the last sampled step."""
+
+    order: _Order
+    elements: list[int]
+    """By row."""
+    seen: npt.NDArray[np.bool_]
+    was_seen: torch.Tensor
+    """By column, the second one on the device: whether it was cast at all."""
     quantized: torch.Tensor
-    """Elements counted, in the same order, int64."""
+    """Elements of each column, int64, in the order of the joined parts."""
     divisor: torch.Tensor
     """The same, at least 1."""
 
@@ -42,7 +59,8 @@ class CastColumns:
     """Adds the counters of one `CastRows` to readings, sampled step after sampled step."""
 
     def __init__(self) -> None:
-        self._known: _Known | None = None
+        self._order: _Order | None = None
+        self._amounts: _Amounts | None = None
 
     def add_to(
         self, reading: Reading, columns: Sequence[TensorColumn], rows: CastRows, what_if: WhatIfLog | None
@@ -52,21 +70,22 @@ class CastColumns:
         pieces = reading.values if isinstance(reading.values, Pieces) else None
         if pieces is not None and pieces.places is not None and len(pieces.places.host) != len(columns):
             pieces = None  # of a step before the columns changed
-        known = self._known_of(columns, pieces, rows)
-        index = known.index
-        counts = rows.counts.sum(1, dtype=torch.int64).t().index_select(1, index)
-        saturated, before, after, nonfinite = counts.unbind(0)
-        error, square = rows.sums.sum(1).t().index_select(1, index).unbind(0)
+        order = self._order_of(columns, pieces, rows)
+        amounts = self._amounts_of(order, rows)
+        index = order.index
+        all_counts, all_sums = rows.totals()
+        saturated, before, after, nonfinite = all_counts.t().index_select(1, index).unbind(0)
+        error, square = all_sums.t().index_select(1, index).unbind(0)
         values = {
-            "quantized": known.quantized, "saturated": saturated, "underflowed": before - after, "nonfinite": nonfinite,
-            "mse": error / known.divisor, "snr": (square / error).log10_().mul_(10.0),
+            "quantized": amounts.quantized, "saturated": saturated, "underflowed": before - after,
+            "nonfinite": nonfinite, "mse": error / amounts.divisor, "snr": (square / error).log10_().mul_(10.0),
         }  # fmt: skip
-        valid = dict.fromkeys(values, known.was_seen)
+        valid = dict.fromkeys(values, amounts.was_seen)
         if what_if is not None and (closer := what_if.columns()) is not None:
             figures, has = closer
             last = len(has) - 1
             values |= {name: held[index.clamp(max=last)] for name, held in figures.items()}
-            looked_at = has[known.rows.clamp(max=last)] & (known.rows <= last) & known.was_seen
+            looked_at = has[order.rows.clamp(max=last)] & (order.rows <= last) & amounts.was_seen
             valid |= dict.fromkeys(figures, looked_at)
         joined: Pieces | dict[str, torch.Tensor]
         if pieces is not None:
@@ -78,40 +97,52 @@ class CastColumns:
             updates_forward=reading.updates_forward, updates_backward=reading.updates_backward,
         )  # fmt: skip
 
-    def _known_of(self, columns: Sequence[TensorColumn], pieces: Pieces | None, rows: CastRows) -> _Known:
+    def _order_of(self, columns: Sequence[TensorColumn], pieces: Pieces | None, rows: CastRows) -> _Order:
         places = None if pieces is None else pieces.places
+        known = self._order
+        if known is None or known.columns is not columns or known.places is not places or known.num_rows != len(rows):
+            known = self._order = _new_order(columns, pieces, rows)
+        return known
+
+    def _amounts_of(self, order: _Order, rows: CastRows) -> _Amounts:
         elements = [row.elements for row in rows]
-        known = self._known
-        if (
-            known is None or known.columns is not columns or known.places is not places or known.elements != elements
-            or known.index.device != rows.device
-        ):  # fmt: skip
-            known = self._known = _know(columns, pieces, rows, elements)
+        known = self._amounts
+        if known is None or known.order is not order or known.elements != elements:
+            known = self._amounts = _new_amounts(order, elements, rows.device, known)
         return known
 
 
-def _know(columns: Sequence[TensorColumn], pieces: Pieces | None, rows: CastRows, elements: list[int]) -> _Known:
+def _new_order(columns: Sequence[TensorColumn], pieces: Pieces | None, rows: CastRows) -> _Order:
     found = [rows.get((column.module, column.tensor)) for column in columns]
-    numbers = [0 if row is None else row.number for row in found]
-    amounts = [0 if row is None else row.elements for row in found]
-    by_column = index, quantized = _on_device([numbers, amounts], rows.device)
+    by_part = by_column = np.array([NO_ROW if row is None else row.number for row in found], np.int64)
+    on_device = index = _on_device(by_column.clip(0), rows.device)
     places = None if pieces is None else pieces.places
     if pieces is not None and places is not None:
-        size = sum(part.numel() for part in next(iter(pieces.parts.values())))
-        spread = [[0] * size, [0] * size]
-        for place, number, amount in zip(places.host.tolist(), numbers, amounts, strict=True):
-            spread[0][place], spread[1][place] = number, amount
-        index, quantized = _on_device(spread, rows.device)
-    return _Known(
-        columns=columns, places=places, elements=elements, rows=by_column[0], was_seen=by_column[1] > 0,
-        index=index, quantized=quantized, divisor=quantized.clamp(min=1),
+        by_part = np.full(sum(part.numel() for part in next(iter(pieces.parts.values()))), NO_ROW, np.int64)
+        by_part[places.host] = by_column
+        index = _on_device(by_part.clip(0), rows.device)
+    return _Order(
+        columns=columns, places=places, num_rows=len(rows), by_column=by_column, by_part=by_part, rows=on_device,
+        index=index,
     )  # fmt: skip
 
 
-def _on_device(lists: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two int64 vectors, copied without waiting."""
-    table = torch.tensor(lists, dtype=torch.int64, device="cpu")
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    first, second = table.unbind(0)
-    return first, second
+def _new_amounts(order: _Order, elements: list[int], device: torch.device, known: _Amounts | None) -> _Amounts:
+    """`known`: those of an earlier step, whose `was_seen` may still be right."""
+    by_row = np.array([*elements, 0], np.int64)
+    seen = by_row[order.by_column] > 0
+    if known is not None and known.order is order and np.array_equal(known.seen, seen):
+        was_seen = known.was_seen
+    else:
+        was_seen = _on_device(seen, device)
+    quantized = by_row[order.by_part]
+    amounts = _on_device(np.stack([quantized, quantized.clip(1)]), device)
+    return _Amounts(
+        order=order, elements=elements, seen=seen, was_seen=was_seen, quantized=amounts[0], divisor=amounts[1]
+    )  # fmt: skip
+
+
+def _on_device(host: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """A copy that does not wait."""
+    held = torch.from_numpy(host)
+    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)

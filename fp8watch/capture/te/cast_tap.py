@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,17 +49,11 @@ class Counter(Protocol):
     def row_of(self, quantizer: Any, made: Any) -> Any | None:
         """Where the cast is counted; None: nowhere, so nobody need find its source."""
 
-    def count(self, row: Any, source: torch.Tensor, made: Any) -> None:
-        """Count a cast whose source has been found."""
-
-    def piece(self) -> AbstractContextManager[None] | None:
-        """Context for finding the source and counting; None: no need of one."""
-
-    is_looking: bool
-    """Whether casts are looked at more closely in this step."""
-
-    def look(self, row: Any, source: torch.Tensor, made: Any) -> None:
-        """Look more closely at a cast that was counted."""
+    def count_again(
+        self, row: Any, made: Any, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],
+        is_first: bool,
+    ) -> None:  # fmt: skip
+        """Count a cast whose source is what this call returns; `is_first`: the first of what it returns."""
 
 
 class CastTap:
@@ -73,7 +67,6 @@ class CastTap:
         self._patches = Patches()
         self._places: list[tuple[Any, str, Make]] = []
         self._is_listening = False
-        self._is_inside = False
         self.num_failures = 0
         """Casts that could not be looked at; the first failure switches this tap off."""
 
@@ -100,12 +93,10 @@ class CastTap:
 
     def _find(self) -> Iterator[tuple[Any, str, Make]]:
         wrappers: dict[str, Make] = {name: partial(self._cast_wrapper, name == "bgrad_quantize") for name in CASTS}
-        wrappers["split_quantize"] = partial(self._wrapper, self._look_at_split)
-        wrappers |= {name: partial(self._wrapper, partial(self._look_at_norm, at)) for name, at in NORMS.items()}
-        wrappers |= {
-            name: partial(self._wrapper, partial(self._look_at_activation, name, at))
-            for name, at in (ACTIVATIONS | WITH_BIAS).items()
-        }
+        wrappers["split_quantize"] = self._split_wrapper
+        wrappers |= {name: partial(self._norm_wrapper, at) for name, at in NORMS.items()}
+        activations = ACTIVATIONS | WITH_BIAS
+        wrappers |= {name: partial(self._activation_wrapper, name, at) for name, at in activations.items()}
         for name, make in wrappers.items():
             for holder in self._norms if name in NORMS else [self._extension]:
                 if hasattr(holder, name):
@@ -117,8 +108,7 @@ class CastTap:
 
         def tapped(*args: Any, **options: Any) -> Any:
             result = original(*args, **options)
-            # Calls that we make ourselves are not casts of the model.
-            if self._is_listening and not self._is_inside:
+            if self._is_listening:
                 try:
                     quantizer = args[1] if len(args) > 1 else options.get("quantizer")
                     if quantizer is not None and isinstance(args[0], _Tensor):
@@ -132,21 +122,68 @@ class CastTap:
 
         return tapped
 
-    def _wrapper(self, look: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
+    def _split_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that casts parts of its first argument, each with a quantizer of its own."""
+
         def tapped(*args: Any, **options: Any) -> Any:
             result = original(*args, **options)
-            if self._is_listening and not self._is_inside:
-                self._is_inside = True
+            if self._is_listening:
                 try:
-                    if torch.is_grad_enabled():
-                        with torch.no_grad():
-                            look(original, args, options, result)
-                    else:  # as inside every autograd function, where casts are made
-                        look(original, args, options, result)
+                    source, sizes, quantizers = args[:3]
+                    for part, quantizer, made in zip(source.split(list(sizes)), quantizers, result, strict=True):
+                        if quantizer is not None:
+                            self._counter.on_cast(part, quantizer, made)
                 except Exception:
                     self._fail()
-                finally:
-                    self._is_inside = False
+            return result
+
+        return tapped
+
+    # Of these a step has many, too. What they call again has no quantizer, so that it is no cast to any tap.
+
+    def _norm_wrapper(self, at: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        row_of, count_again = self._counter.row_of, self._counter.count_again
+
+        def tapped(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            if self._is_listening and len(args) > at and args[at] is not None:
+                try:
+                    made = result[0]
+                    row = row_of(args[at], made)
+                    if row is not None:
+                        again = list(args)
+                        # A new buffer too: TE's own, if one was given, holds the FP8 output.
+                        again[at - 1] = again[at] = None
+                        count_again(row, made, original, again, options, True)
+                except Exception:
+                    self._fail()
+            return result
+
+        return tapped
+
+    def _activation_wrapper(self, name: str, at: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        row_of, count_again = self._counter.row_of, self._counter.count_again
+        has_bias = name in WITH_BIAS
+
+        def tapped(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            if self._is_listening:
+                try:
+                    quantizer = args[at] if len(args) > at else options.get("quantizer")
+                    made = result[1] if has_bias else result
+                    row = None if quantizer is None else row_of(quantizer, made)
+                    if row is not None:
+                        function, again, given = original, list(args), options
+                        if has_bias:  # always has a quantizer, but the plain derivative gives the same values
+                            function = getattr(self._extension, name.removeprefix("dbias_"))
+                            again, given = [args[0], args[1], None], {}
+                        elif len(args) > at:
+                            again[at] = None
+                        else:
+                            given = {**options, "quantizer": None}
+                        count_again(row, made, function, again, given, False)
+                except Exception:
+                    self._fail()
             return result
 
         return tapped
@@ -155,61 +192,6 @@ class CastTap:
         self.num_failures += 1
         self._is_listening = False
         logger.warning("fp8watch: the tap on TE's casts failed and is switched off", exc_info=True)
-
-    def _look_at_split(self, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        source, sizes, quantizers = args[:3]
-        for part, quantizer, made in zip(source.split(list(sizes)), quantizers, result, strict=True):
-            if quantizer is not None:
-                self._counter.on_cast(part, quantizer, made)
-
-    def _look_at_norm(
-        self, at: int, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any
-    ) -> None:
-        if len(args) <= at or args[at] is None:
-            return
-        made = result[0]
-        row = self._counter.row_of(args[at], made)
-        if row is not None:
-            # A new buffer: TE's own, if one was given, holds the FP8 output.
-            args = (*args[: at - 1], None, None, *args[at + 1 :])
-            self._count_again(row, made, original, args, options, is_first=True)
-
-    def _look_at_activation(
-        self, name: str, at: int, original: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any
-    ) -> None:
-        quantizer = args[at] if len(args) > at else options.get("quantizer")
-        if quantizer is None:
-            return
-        made = result[1] if name in WITH_BIAS else result
-        row = self._counter.row_of(quantizer, made)
-        if row is None:
-            return
-        if name in WITH_BIAS:
-            # There is no such function without a quantizer, but the plain derivative gives the same values.
-            original, args, options = getattr(self._extension, name.removeprefix("dbias_")), (*args[:2], None), {}
-        elif len(args) > at:
-            args = (*args[:at], None, *args[at + 1 :])
-        else:
-            options = {**options, "quantizer": None}
-        self._count_again(row, made, original, args, options, is_first=False)
-
-    def _count_again(
-        self, row: Any, made: Any, function: Any, args: tuple[Any, ...], options: dict[str, Any], *, is_first: bool
-    ) -> None:
-        """Count a cast whose source is what the function returns, or the first of what it returns."""
-        counter = self._counter
-        piece = counter.piece()
-        if piece is None:
-            again = function(*args, **options)
-            source = again[0] if is_first else again
-            counter.count(row, source, made)
-        else:
-            with piece:
-                again = function(*args, **options)
-                source = again[0] if is_first else again
-                counter.count(row, source, made)
-        if counter.is_looking:
-            counter.look(row, source, made)
 
 
 _Tensor = torch.Tensor

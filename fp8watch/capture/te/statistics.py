@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
@@ -86,9 +85,11 @@ class TeStatistics:
         self._looked_at, self.is_looking = frozenset(), False
         if self._what_if is not None:
             self._what_if.begin(None)
-        self._is_sampled = is_sampled and not self._tap.num_failures
-        if not self._is_sampled:
+        self._is_sampled = False  # until everything below has succeeded: old counts must not be taken for this step's
+        if not is_sampled or self._tap.num_failures:
             self._tap.leave()
+            if self.rows is not None:
+                self.rows.release()
             return
         self._has_looked = False
         if self.rows is not None:
@@ -101,6 +102,7 @@ class TeStatistics:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", is_capturing)
         self._tap.listen()
+        self._is_sampled = True
 
     @property
     def is_listening(self) -> bool:
@@ -157,11 +159,29 @@ class TeStatistics:
             return None  # recomputed in the backward pass
         return row
 
-    def piece(self) -> AbstractContextManager[None] | None:
-        """Context for a cast that takes more than counting; None if it is not timed."""
-        if next(self._numbers) % self._every or self.meters is None:
-            return None
-        return self.meters["statistics"].timed()
+    def count_again(
+        self, row: CastRow, made: Any, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],
+        is_first: bool,
+    ) -> None:  # fmt: skip
+        """Count a cast whose source is what this call returns; `is_first`: the first of what it returns."""
+        if _is_grad_enabled():  # which it is not inside autograd functions, where casts are made
+            with torch.no_grad():
+                self.count_again(row, made, function, args, options, is_first)
+            return
+        if not next(self._numbers) % self._every and self.meters is not None:
+            with self.meters["statistics"].timed():
+                source = function(*args, **options)
+                if is_first:
+                    source = source[0]
+                self.count(row, source, made)
+        else:  # the same in this one frame
+            source = function(*args, **options)
+            if is_first:
+                source = source[0]
+            if not repeat(row, source, made._data, made):
+                self._count(row, source, made)
+        if self.is_looking:
+            self.look(row, source, made)
 
     def count(self, row: CastRow, source: torch.Tensor, made: Any) -> None:
         """Count a cast whose row is known."""
@@ -276,6 +296,8 @@ class TeStatistics:
 
 
 _graph_task_id = torch._C._current_graph_task_id
+_is_grad_enabled = torch.is_grad_enabled
+"""Looked up once: torch's own tables are out of the caches between two casts."""
 
 
 def _per_tensor(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
