@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
-from collections.abc import Callable
-from statistics import fmean
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ SETTLE = 15
 """Watched steps before the first block, until layout and kernels have settled."""
 
 Times = dict[str, list[float]]
-"""Milliseconds per step, `bare` and `watched`, pair by pair."""
+"""Milliseconds per step of each block, `bare` and `watched`, pair by pair."""
 
 
 def alternate(
@@ -31,12 +32,11 @@ def alternate(
 ) -> Times:
     """Time blocks of `steps` steps, each after `lead` untimed steps. Which arm comes first changes from pair to pair.
 
-    The mean of `group` consecutive pairs is one sample. So blocks can be short, with little change of the machine
-    between them, even if only several of them include a sampled step. The two trainings change roles halfway, so that
-    neither arm keeps the copy with the better place in memory. A watch is attached for half of the pairs at a time; the
-    cost of attaching and of the first steps is not included. Python collects garbage between blocks only, as trainers
-    that care about step times do. The transport thread sends a block's last frame during the next block, with `lead`
-    in an untimed step of it.
+    There are `pairs` groups of `group` pairs; in every group the same pair includes the sampled step (`ratio_of`). The
+    two trainings change roles halfway, so that neither arm keeps the copy with the better place in memory. A watch is
+    attached for half of the groups at a time; the cost of attaching and of the first steps is not included. Python
+    collects garbage between blocks only, as trainers that care about step times do. The transport thread sends a
+    block's last frame during the next block, with `lead` in an untimed step of it.
     """
     times: Times = {"bare": [], "watched": []}
     for bare, watched in (trainings, trainings[::-1]):
@@ -47,7 +47,8 @@ def alternate(
         gc.freeze()
         gc.disable()
         for pair in range(pairs // 2 * group):
-            for kind in ("bare", "watched") if pair % 2 == 0 else ("watched", "bare"):
+            is_bare_first = (pair // group + pair % group) % 2 == 0  # alternates at every place of a group
+            for kind in ("bare", "watched") if is_bare_first else ("watched", "bare"):
                 if kind == "watched":
                     times[kind].append(block(watched, watch, lead, steps))
                 else:
@@ -56,7 +57,27 @@ def alternate(
         gc.enable()
         gc.unfreeze()
         watch.detach()
-    return {kind: [fmean(found[i : i + group]) for i in range(0, len(found), group)] for kind, found in times.items()}
+    return times
+
+
+def typical(values: Sequence[float], group: int = 1) -> float:
+    """The mean over the places in a group of the median over the groups.
+
+    A plain median would never show a sampled step that one block in five includes; a mean of groups lets one slow block
+    decide, and a machine has many. With `group` 1 this is the median.
+    """
+    return fmean(median(values[place::group]) for place in range(group))
+
+
+def ratio_of(times: Times, group: int = 1, rounds: int = 4000) -> tuple[float, tuple[float, float]]:
+    """Watched over bare by neighbouring blocks: `typical`, and its 95 % interval by resampling groups."""
+    ratios = [watched / bare for watched, bare in zip(times["watched"], times["bare"], strict=True)]
+    groups = [ratios[i : i + group] for i in range(0, len(ratios), group)]
+    rng = random.Random(0)
+    found = sorted(
+        typical([ratio for one in rng.choices(groups, k=len(groups)) for ratio in one], group) for _ in range(rounds)
+    )
+    return typical(ratios, group), (found[int(0.025 * rounds)], found[int(0.975 * rounds)])
 
 
 def block(training: Training, watch: Any | None, lead: int, steps: int) -> float:
