@@ -114,7 +114,7 @@ class Log:
         asked: list[Command] = []
 
         def concluding(command: Command, action: Any, did: Any, step: int) -> None:
-            if did.fate.name == "DONE":
+            if did.outcome.name == "DONE":
                 self._carried_out.append((command.id, command.verb, step))
             conclude(command, action, did, step)
 

@@ -46,14 +46,16 @@ def agent(
     worst_layers: Annotated[
         int, typer.Option(min=0, max=100_000, help="Layers of a run with series of their own.")
     ] = 10,
-    embedded: Annotated[bool, typer.Option(help="Belong to one run and end with it.")] = False,
+    embedded: Annotated[bool, typer.Option(help="Serve one run and end with it.")] = False,
     run: Annotated[str | None, typer.Option(help="The run (embedded).")] = None,
     parent_pid: Annotated[int | None, typer.Option(min=1, help="Process of the trainer (embedded).")] = None,
     end_grace_seconds: Annotated[
-        float | None, typer.Option(parser=values.seconds, metavar="SECONDS", help="From the last rank's end to ours.")
+        float | None,
+        typer.Option(parser=values.seconds, metavar="SECONDS", help="Wait after the last rank has ended, then end."),
     ] = None,
     connect_seconds: Annotated[
-        float | None, typer.Option(parser=values.seconds, metavar="SECONDS", help="Wait for the first rank (embedded).")
+        float | None,
+        typer.Option(parser=values.seconds, metavar="SECONDS", help="Longest wait for the first rank (embedded)."),
     ] = None,
     redis: Annotated[
         str | None,
@@ -65,7 +67,9 @@ def agent(
             parser=values.name, metavar="NAME", help="This node's name; default: FP8WATCH_NODE, else the host."
         ),
     ] = None,
-    any_user: Annotated[bool, typer.Option(help="Serve every user of the node; a run is its beginner's.")] = False,
+    any_user: Annotated[
+        bool, typer.Option(help="Serve every user of the node; a run belongs to who starts it.")
+    ] = False,
     log_level: Annotated[
         str | None, typer.Option(parser=values.log_level, metavar="LEVEL", help="Level of the log on stderr.")
     ] = None,

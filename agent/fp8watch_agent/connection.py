@@ -90,7 +90,7 @@ class Connection:
         if isinstance(message, Hello):
             if message.wire_version not in wire.READABLE_VERSIONS:
                 self._drop(message.run, "version")
-                self._turn_away(message)
+                self._reject_version(message)
                 return
             if self.key is not None and self.key != (message.run, message.rank):
                 self._drop(self._run, "foreign")
@@ -101,7 +101,7 @@ class Connection:
             return
         yield message
 
-    def _turn_away(self, hello: Hello) -> None:
+    def _reject_version(self, hello: Hello) -> None:
         """Tell a rank with another wire version why it is not watched. It tries again, perhaps with a newer agent."""
         warning = (
             f"rank {hello.rank} of run {hello.run} speaks wire version {hello.wire_version}, this node's agent reads "

@@ -158,7 +158,10 @@ class DownlinkThread(threading.Thread):
             self._deliver(reply)
         else:
             logger.info(
-                "%s of %s is %s: passed over, for a later verdict was taken", reply.checkpoint, run, reply.label
+                "checkpoint %s of %s: label %s ignored, a later one has been applied",
+                reply.checkpoint,
+                run,
+                reply.label,
             )
 
     def _is_genuine(self, reply: Command | LedgerUpdate) -> bool:

@@ -35,5 +35,8 @@ def begin(folder: Path, now_ns: int) -> int:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(path, str(number).encode("ascii"), durable=True)
     except OSError as error:
-        logger.warning("the number of this agent cannot be kept (%s): its clock must not be set back", error)
+        logger.warning(
+            "the start number of this agent cannot be saved (%s): if the node's clock is set back, controllers ignore "
+            "the next agent until the clock has caught up", error,
+        )  # fmt: skip
     return number

@@ -163,7 +163,7 @@ class MetricsState:
         with self._lock:
             return {name: run.tokens for name, run in self._runs.items() if name and run.state == "running"}
 
-    def let_go(self) -> None:
+    def remove_ended(self) -> None:
         """Remove runs that ended long ago. Called about once a second, independent of scrapes."""
         now = self._clock()
         with self._lock:
@@ -174,7 +174,7 @@ class MetricsState:
     def snapshot(self) -> list[families.Family]:
         """All families with their current samples, within the series budget."""
         with self._making:
-            self.let_go()
+            self.remove_ended()
             about = [] if self.about_process is None else self.about_process()
             now = self._clock()
             with self._lock:

@@ -128,7 +128,7 @@ class AgentServer:
                 next_tick = now + TICK_SECONDS
                 for session in list(self._sessions.values()):
                     self._route(session.run, session.tick(), None)
-                self._metrics.let_go()
+                self._metrics.remove_ended()
             is_parent_gone = self._parent_pid is not None and os.getppid() != self._parent_pid
             if self._lifecycle.is_over(now, is_parent_gone=is_parent_gone):
                 return
@@ -165,7 +165,7 @@ class AgentServer:
             return
         if isinstance(message, Hello):
             if not self._owners.claim(run, peer):
-                self._turn_away(connection, f"run {run} belongs to another user of this node")
+                self._reject(connection, f"run {run} belongs to another user of this node")
                 return
             before = self._connections.get(connection.key)
             if before is not None and before is not connection:
@@ -193,9 +193,9 @@ class AgentServer:
             f"process {holder.pid} already trains as rank {rank} of run {run}: this one is not watched; "
             "give it another name (FP8WATCH_RUN)"
         )
-        self._turn_away(connection, warning)
+        self._reject(connection, warning)
 
-    def _turn_away(self, connection: Connection, warning: str) -> None:
+    def _reject(self, connection: Connection, warning: str) -> None:
         assert connection.key is not None
         run = connection.key[0]
         logger.warning("%s", warning)
@@ -216,7 +216,7 @@ class AgentServer:
         run, rank = key
         session = self._sessions.get(run)
         if session is not None and state == "lost":
-            logger.warning("rank %d of run %s is lost", rank, run)
+            logger.warning("rank %d of run %s is lost: it left without a goodbye and did not reconnect", rank, run)
             self._route(run, session.lost(rank), None)
         if self._lifecycle.is_run_over(run):
             self._end_session(run, state)
@@ -283,8 +283,9 @@ def _clear(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "something else than a socket"
-        raise FileExistsError(errno.EEXIST, f"{kind} lies there, and only a socket is replaced")
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "something that is no socket"
+        reason = f"{kind} is at this path, and only a socket is replaced: move it, or choose another --socket"
+        raise FileExistsError(errno.EEXIST, reason)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.settimeout(1.0)

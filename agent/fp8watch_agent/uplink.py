@@ -27,8 +27,8 @@ from fp8watch.controller.cluster.redis_keys import RunKeys
 from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, ResponseError, reason_of, words_of
 from fp8watch.records import Goodbye, Hello, Layout, NodeFrame, RankLost, Uplink
 from fp8watch.security.envelope import Sealer
-from fp8watch_agent.known import Again, Heard, Known, Over, layout_field, rank_field
 from fp8watch_agent.namesake import Namesake
+from fp8watch_agent.sent_runs import AnnounceAgain, RunOver, SentRun, TermSeen, layout_field, rank_field
 from fp8watch_agent.spool import Entry, Spool
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ class UplinkThread(threading.Thread):
         self._metrics_url = metrics_url
         self._keys = dict(keys or {})
         self._on_error = on_error
-        self._queue: deque[Uplink | Over | Again | Heard] = deque()
-        self._known: dict[str, Known] = {}
+        self._queue: deque[Uplink | RunOver | AnnounceAgain | TermSeen] = deque()
+        self._sent_runs: dict[str, SentRun] = {}
         self._gone: list[tuple[str, str]] = []
         """(run, field of its `ranks` hash) to be removed."""
         self._wake = threading.Event()
@@ -104,7 +104,7 @@ class UplinkThread(threading.Thread):
         """Lost messages by reason."""
         return dict(self.lost + self._spool.lost)
 
-    def send(self, message: Uplink | Over | Again | Heard) -> None:
+    def send(self, message: Uplink | RunOver | AnnounceAgain | TermSeen) -> None:
         """Queue a message. A full queue drops its oldest one, which is counted."""
         if len(self._queue) >= MAX_QUEUED:
             self._queue.popleft()
@@ -120,15 +120,15 @@ class UplinkThread(threading.Thread):
 
     def learn_term(self, run: str, term: int) -> None:
         """A command of this term has arrived. Ranks that are announced again have seen it."""
-        self.send(Heard(run, term))
+        self.send(TermSeen(run, term))
 
     def announce_again(self, run: str) -> None:
         """Announce a run's ranks again: the controller has refused them and may accept them now. Thread-safe."""
-        self.send(Again(run))
+        self.send(AnnounceAgain(run))
 
     def forget(self, run: str) -> None:
         """A run is over on this node. Takes effect after the messages already queued. Thread-safe."""
-        self.send(Over(run))
+        self.send(RunOver(run))
 
     def run(self) -> None:
         """Thread body."""
@@ -172,8 +172,8 @@ class UplinkThread(threading.Thread):
         if self.is_away:
             self.is_away = False
             if now - self._away_since > PRESENCE_TTL_MS / 2000:
-                for run in list(self._known):
-                    self.send(Again(run))
+                for run in list(self._sent_runs):
+                    self.send(AnnounceAgain(run))
             self._presence_at = 0.0  # check now whether Redis still has this node's runs
             logger.info("redis at %s takes frames again; %d from the spool sent", self._link.shown, self.replayed)
         self._retry_seconds = FIRST_RETRY_SECONDS
@@ -202,38 +202,38 @@ class UplinkThread(threading.Thread):
     def _next(self) -> Entry | None:
         """Take the next message from the queue and seal it; None: there is nothing to send for it."""
         message = self._queue.popleft()
-        if not isinstance(message, Over | Again | Heard):
+        if not isinstance(message, RunOver | AnnounceAgain | TermSeen):
             return self._sealed(message)
-        known = self._known.get(message.run)
+        known = self._sent_runs.get(message.run)
         if known is None:
             return None
-        if isinstance(message, Heard):
+        if isinstance(message, TermSeen):
             known.learn_term(message.term)
-        elif isinstance(message, Again):
+        elif isinstance(message, AnnounceAgain):
             self._queue.extendleft(reversed(known.announcement()))
         else:
             for rank in list(known.hellos):
                 self._left(message.run, rank)
-            self._known.pop(message.run, None)
+            self._sent_runs.pop(message.run, None)
         return None
 
     def _left(self, run: str, rank: int) -> None:
         """A rank has left this node."""
-        known = self._known.get(run, Known())
+        known = self._sent_runs.get(run, SentRun())
         known.hellos.pop(rank, None)
         known.sealed.pop(rank, None)
         self._gone.append((run, rank_field(rank, self._node)))
         if not known.hellos:
-            self._known.pop(run, None)
+            self._sent_runs.pop(run, None)
             self._gone.append((run, layout_field(self._node)))
 
     def _sealed(self, message: Uplink) -> Entry | None:
         """Seal a message and update the run's record. Every message that leaves the node passes here."""
         if isinstance(message, Hello):
-            self._known.setdefault(message.run, Known()).hellos[message.rank] = message
+            self._sent_runs.setdefault(message.run, SentRun()).hellos[message.rank] = message
             self._presence_at = 0.0  # a continued run must not expire with its earlier end
         elif isinstance(message, Layout):
-            self._known.setdefault(message.run, Known()).layout = message
+            self._sent_runs.setdefault(message.run, SentRun()).layout = message
         elif isinstance(message, Goodbye | RankLost):
             self._left(message.run, message.rank)
         try:
@@ -243,9 +243,9 @@ class UplinkThread(threading.Thread):
             self.lost["unencodable"] += 1
             return None
         if isinstance(message, Hello):
-            self._known[message.run].sealed[message.rank] = data
+            self._sent_runs[message.run].sealed[message.rank] = data
         elif isinstance(message, Layout):
-            self._known[message.run].sealed_layout = data
+            self._sent_runs[message.run].sealed_layout = data
         return Entry(message.run, isinstance(message, NodeFrame), data)
 
     def _post(self, entries: list[Entry]) -> None:
@@ -259,9 +259,9 @@ class UplinkThread(threading.Thread):
                 keys = RunKeys(entry.run)
                 if not entry.is_frame:
                     pipe.sadd(redis_keys.ACTIVE, entry.run)
-                    known = self._known.get(entry.run)
-                    if known is not None and entry.run not in written and (beside := known.beside(self._node)):
-                        pipe.hset(keys.ranks, mapping=beside)
+                    known = self._sent_runs.get(entry.run)
+                    if known is not None and entry.run not in written and (fields := known.hash_fields(self._node)):
+                        pipe.hset(keys.ranks, mapping=fields)
                         written[entry.run] = known.sealed_layout
                 pipe.xadd(keys.frames, {"k": "n" if entry.is_frame else "m", "e": entry.data})
             answers = pipe.execute(raise_on_error=False)
@@ -270,7 +270,7 @@ class UplinkThread(threading.Thread):
             raise bad
         del self._gone[: len(gone)]
         for run, layout in written.items():
-            self._known[run].written_layout = layout
+            self._sent_runs[run].written_layout = layout
         self._note_ages(entries, answers)
         self.sent += len(entries)
         self.sent_bytes += sum(len(entry.data) for entry in entries)
@@ -280,12 +280,12 @@ class UplinkThread(threading.Thread):
         if now - self._presence_at < PRESENCE_SECONDS:
             return
         self._presence_at = now
-        runs = [run for run, known in list(self._known.items()) if known.hellos]
+        runs = [run for run, known in list(self._sent_runs.items()) if known.hellos]
         about = {
             "node": self._node, "pid": os.getpid(), "version": __version__, "wire_version": wire.WIRE_VERSION,
             "time_unix": time.time(), "started_unix": self._since_unix, "host": socket.gethostname(), "runs": runs,
             "namesake": self._look_around(runs),
-            "ranks": sum(len(known.hellos) for known in self._known.values()),
+            "ranks": sum(len(known.hellos) for known in self._sent_runs.values()),
             "spool_bytes": self._spool.size_bytes, "dropped": self.dropped, "metrics_url": self._metrics_url,
             **self._keys,
         }  # fmt: skip
@@ -300,7 +300,7 @@ class UplinkThread(threading.Thread):
             if not answers[3 + 3 * position]:
                 logger.warning("redis at %s has lost run %s; announcing it again", self._link.shown, run)
                 self._on_error("data_lost")
-                self.send(Again(run))
+                self.send(AnnounceAgain(run))
         if now - self._trim_at >= TRIM_SECONDS:
             self._trim_at = now
             # Each agent trims, so that streams stay bounded without a controller.
@@ -317,7 +317,10 @@ class UplinkThread(threading.Thread):
             found, *others = pipe.execute(raise_on_error=False)
         for error in (found, *others):
             if isinstance(error, ResponseError) and reason_of(error) == "denied":
-                self._say_once("denied", f"redis at {self._link.shown}: {words_of(error)}: renew docs/redis-acl.conf")
+                self._say_once(
+                    "denied",
+                    f"redis at {self._link.shown}: {words_of(error)}: apply this version's docs/redis-acl.conf",
+                )
             elif isinstance(error, Exception):
                 raise error
         other = self._namesake.look(found if isinstance(found, bytes) else None)
@@ -339,13 +342,13 @@ class UplinkThread(threading.Thread):
         """Record the entry IDs: XADD returns an ID, the other commands a number."""
         names = [answer.decode() for answer in answers if isinstance(answer, bytes)]
         for entry, name in zip(entries, names, strict=False):
-            if (known := self._known.get(entry.run)) is not None:
+            if (known := self._sent_runs.get(entry.run)) is not None:
                 known.ages.sent(name)
 
     def _trim(self, runs: list[str], keep_seconds: float) -> None:
         redis_seconds = self._redis.time()[0]
         for run in runs:
-            ages = self._known.get(run, Known()).ages
+            ages = self._sent_runs.get(run, SentRun()).ages
             oldest = ages.oldest_kept(keep_seconds, redis_seconds)
             self._redis.xtrim(RunKeys(run).frames, minid=oldest, approximate=True)
 
@@ -365,6 +368,6 @@ class UplinkThread(threading.Thread):
     def _make_room(self) -> None:
         """When Redis is out of memory, XTRIM still works: keep half the retention time."""
         try:
-            self._trim(list(self._known), self._keep_seconds / 2)
+            self._trim(list(self._sent_runs), self._keep_seconds / 2)
         except (RedisError, OSError) as error:
-            logger.debug("no room could be made: %s", error)
+            logger.debug("redis is out of memory, and its streams could not be trimmed: %s", error)

@@ -32,6 +32,3 @@ class Choosing(Protocol):
     def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
         """Agree on the target and load it; `apply` is called next. Raises `ActionError` or `CheckpointError` on all
         ranks when there is no target. Asks the same number of questions on every rank, also on one that fails."""
-
-    def drop_choice(self) -> None:
-        """Discard what `choose` has loaded; nothing is applied."""

@@ -141,16 +141,14 @@ class Rollback:
             refused[target.checkpoint] = why or f"{target.checkpoint}: damaged on another rank"
             target, why = self._next(order, target, refused)
 
-    def drop_choice(self) -> None:
-        """See `fp8watch.actions.joint.Choosing`."""
-        self._chosen = None
-
     def _finish_saving(self, manager: CheckpointManager) -> None:
         """Register checkpoints that became durable since the last boundary, so that they can be targets too."""
         try:
             manager.poll()
         except CheckpointError as error:
             self._context.note(str(error))
+        except Exception as error:  # an older checkpoint may do, and the other ranks wait for an answer
+            self._context.note(f"a checkpoint that was being written could not be registered: {error}")
 
     @staticmethod
     def _next(order: _Order, target: CheckpointRecord, refused: dict[str, str]) -> tuple[CheckpointRecord | None, str]:
@@ -163,9 +161,9 @@ class Rollback:
 
     @staticmethod
     def _try(order: _Order, target: CheckpointRecord) -> tuple[Loaded | None, Answer, str]:
-        if order.manager.was_made_before(target.checkpoint, skip_batches=order.skip_batches, setting=order.setting):
-            return None, Answer.CANNOT, f"already rolled back to {target.checkpoint}; nothing would be different"
         try:
+            if order.manager.was_made_before(target.checkpoint, skip_batches=order.skip_batches, setting=order.setting):
+                return None, Answer.CANNOT, f"already rolled back to {target.checkpoint}; nothing would be different"
             loaded = order.manager.load(target.checkpoint, allow_without_data=order.allow_without_data, is_quick=True)
             return loaded, Answer.YES, ""
         except Unfit as error:

@@ -4,7 +4,7 @@ While armed, the guard decides before each `optimizer.step`. A skipped update ch
 the optimizer's step counter. For fused optimizers on an accelerator the device decides (`found_inf`, the mechanism of
 `torch.amp.GradScaler`), without synchronisation. For others the guard reads one scalar per step while it is armed,
 which is free on a CPU. After `max_in_a_row` skipped updates in a row, the next one goes through and is reported
-(`has_let_go`), because a run that skips forever makes no progress and hides the fault.
+(`is_limit_reached`), because a run that skips forever makes no progress and hides the fault.
 
 In a run of several ranks, all ranks skip an update or none does: each asks the others (`ask_peers`) before the step.
 """
@@ -50,7 +50,7 @@ class SkipGuard:
         self._skipped: bool | torch.Tensor = False
         self._total: int | torch.Tensor = 0
         self._consulted = 0
-        self._has_let_go = False
+        self._is_limit_reached = False
         self._put_found_inf = False
         self._was_asked = False
         self._failure: str | None = None
@@ -97,7 +97,7 @@ class SkipGuard:
     @property
     def is_at_rest(self) -> bool:
         """Whether `before_step` has nothing to do: not armed, and nothing left of the last update to reset."""
-        return not (self._reasons or self._has_let_go or self._failure is not None or self._skipped is not False)
+        return not (self._reasons or self._is_limit_reached or self._failure is not None or self._skipped is not False)
 
     @property
     def consulted(self) -> int:
@@ -115,10 +115,10 @@ class SkipGuard:
         return self._total
 
     @property
-    def has_let_go(self) -> bool:
+    def is_limit_reached(self) -> bool:
         """Host path only: whether the last update went through although its gradients were not finite, because too
         many in a row had been skipped."""
-        return self._has_let_go
+        return self._is_limit_reached
 
     def before_step(self, *, may_act: bool = True) -> bool:
         """True: skip this update. Always False where the device decides: there the kernel skips it.
@@ -127,7 +127,7 @@ class SkipGuard:
         """
         self._was_asked = True
         self._skipped = False
-        self._has_let_go = False
+        self._is_limit_reached = False
         self._failure = None
         try:
             is_skipped = bool(self._reasons) and self._decide(may_act=may_act)
@@ -155,7 +155,7 @@ class SkipGuard:
             self._in_a_row = 0
             return False
         if in_a_row >= self.max_in_a_row:
-            self._has_let_go = True
+            self._is_limit_reached = True
             return False
         self._in_a_row = in_a_row + 1
         self._total = self._total + 1

@@ -1,4 +1,8 @@
-"""A cheap checksum over the bits of all parameters, which verifies a restore."""
+"""A cheap checksum over the bits of all parameters, which verifies a restore.
+
+A manifest names the algorithm of its checksums (`Manifest.checksum_algorithm`), so that a checkpoint of an earlier
+version is verified by the algorithm with which it was saved.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,13 @@ from typing import Any
 
 import torch
 
+from fp8watch.checkpoints.bit_sums import ALGORITHMS, LATEST
 from fp8watch.checkpoints.sharding import local_of
 
-_WIDTH = 1021
-"""Words per row of the weighting. A prime, so that it does not coincide with the rows of a matrix."""
-_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
-
-def parameter_checksum(model: torch.nn.Module) -> str:
-    """Checksum of this rank's part of a model's parameters: hexadecimal, 64 bits."""
-    return sum_bits(model.parameters())
+def parameter_checksum(model: torch.nn.Module, algorithm: str = LATEST) -> str:
+    """Checksum of this rank's part of a model's parameters: hexadecimal, 64 bits. `algorithm`: one of `ALGORITHMS`."""
+    return sum_bits(model.parameters(), algorithm)
 
 
 def all_finite(model: torch.nn.Module) -> bool:
@@ -39,16 +40,13 @@ def all_finite(model: torch.nn.Module) -> bool:
     return bool(torch.isfinite(torch.stack([value.to(first) for value in extremes])).all())
 
 
-def sum_bits(tensors: Iterable[torch.Tensor]) -> str:
-    """Each tensor's bits are summed as 64-bit integers, weighted by position, and the sums are hashed: hexadecimal, 64
-    bits.
+def sum_bits(tensors: Iterable[torch.Tensor], algorithm: str = LATEST) -> str:
+    """Checksum over the bits of all tensors, without their shapes and dtypes: hexadecimal, 64 bits.
 
-    Exact modulo 2^64, so the order of summation does not matter. A change of one word always changes the sum. An
-    exchange of two words does so unless the difference of the words times that of their weights is 0 modulo 2^64. Some
-    positions have equal weights, such as column c of a row and column c - 2 of the next. Reads the data only twice, so
-    that it fits into the time of a rollback. Synchronises once.
+    See `fp8watch.checkpoints.bit_sums` for what it detects. Reads the data twice, so that it fits into the time of a
+    rollback. Synchronises once for each device.
     """
-    sums = [value for value in _sums(tensors) if value is not None]
+    sums = [value for value in _sums(tensors, algorithm) if value is not None]
     if not sums:
         return "0" * 16
     return hashlib.blake2b(b"".join(value.to_bytes(8, "big") for value in sums), digest_size=8).hexdigest()
@@ -83,15 +81,11 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> str:
     return repr(sorted(value, key=repr)) if isinstance(value, set) else repr(value)
 
 
-def _sums(tensors: Iterable[torch.Tensor]) -> list[int | None]:
-    """The weighted sum of each tensor, None for an empty one. Synchronises once."""
+def _sums(tensors: Iterable[torch.Tensor], algorithm: str = LATEST) -> list[int | None]:
+    """The 64-bit sum of each tensor, None for an empty one."""
     words = [_words(local_of(tensor)) for tensor in tensors]
-    parts = [weigh(item) for item in words if item is not None]
-    if not parts:
-        return [None] * len(words)
-    first = parts[0].device
-    sums = iter(torch.stack([part.to(first) for part in parts]).tolist())
-    return [None if item is None else next(sums) & _MASK for item in words]
+    sums = iter(ALGORITHMS[algorithm]([item for item in words if item is not None]))
+    return [None if item is None else next(sums) for item in words]
 
 
 def _words(data: torch.Tensor) -> torch.Tensor | None:
@@ -105,19 +99,3 @@ def _words(data: torch.Tensor) -> torch.Tensor | None:
         padded.view(flat.dtype)[: flat.numel()].copy_(flat)
         return padded
     return flat.view(torch.int64)
-
-
-def weigh(words: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of int64 words, 0-D.
-
-    Each weight is odd (an odd number for the column plus an even one for the row), so a change of one word always
-    changes the sum.
-    """
-    rows = words.numel() // _WIDTH
-    head, tail = words[: rows * _WIDTH].view(rows, _WIDTH), words[rows * _WIDTH :]
-    columns = torch.arange(1, 2 * _WIDTH, 2, device=words.device, dtype=torch.int64)
-    found = (tail * columns[: tail.numel()]).sum() * (4 * rows + 1)
-    if rows:
-        found = found + (head.sum(0) * columns).sum()
-        found = found + (head.sum(1) * torch.arange(0, 4 * rows, 4, device=words.device, dtype=torch.int64)).sum()
-    return found

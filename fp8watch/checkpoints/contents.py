@@ -12,6 +12,7 @@ import torch
 
 from fp8watch.checkpoints import also as also_parts
 from fp8watch.checkpoints import rng
+from fp8watch.checkpoints.bit_sums import LATEST
 from fp8watch.checkpoints.checksum import parameter_checksum, sum_nested
 from fp8watch.checkpoints.manifest import FORMAT_VERSION, FileEntry, Manifest, RankPart
 from fp8watch.checkpoints.parts import TrainingParts
@@ -167,6 +168,7 @@ def describe(
         absent=absent,
         learning_rate=first.learning_rate,
         parameter_checksum=first.parameter_checksum,
+        checksum_algorithm=LATEST,
         rng_sha256=first.rng_sha256,
         files={**(shared or {}), **{name: entry for part in saved for name, entry in part.files.items()}},
         versions={"torch": str(torch.__version__), "python": platform.python_version()},

@@ -161,7 +161,7 @@ class DcpStorage:
             reader = TensorReader(folder / FOLDER)
             own = None if is_same_world else _held_by_some(reader.read_metadata().state_dict_metadata)
             if own is not None:
-                raise Unfit(f"{own} was another one on other ranks, and here are more or fewer of them")
+                raise Unfit(f"{own} differed between ranks when it was saved, and there are more or fewer ranks now")
             with _quietly():
                 named = {variants.get(name, name): tensor for name, tensor in wanted.items()}
                 _dcp.load(named, storage_reader=reader, no_dist=True)

@@ -37,8 +37,8 @@ def place_in(manifest: Manifest, rank: int, world_size: int) -> Place:
     ):
         if len(files) > 1:
             raise CheckpointError(
-                f"{manifest.checkpoint}: each of {manifest.world_size} ranks had {what} of its own, here are "
-                f"{world_size}: whose belongs to which is not known"
+                f"{manifest.checkpoint}: each of {manifest.world_size} ranks had {what} of its own, which cannot be "
+                f"assigned to {world_size} ranks"
             )
     layout: Layout = manifest.layout
     return Place(rank=rank % manifest.world_size, world_size=manifest.world_size, layout=layout)
@@ -66,7 +66,7 @@ def adapt(state: dict[str, Any], manifest: Manifest, rank: int, world_size: int)
     if rank >= saved:
         state["rng"] = {**state["rng"], "host": fresh_random(state["rng"]["host"], rank)}
         state["rng"].pop("cuda", None)
-        notes.append(f"rank {rank} had no part: it begins with random state of its own")
+        notes.append(f"rank {rank} did not exist when this was saved: it starts with a new random state")
     if "data" in state:
         notes.append(_deal_out(state["data"], saved, world_size))
     return notes
@@ -92,10 +92,10 @@ def _deal_out(data: dict[str, Any], saved: int, world_size: int) -> str:
     if not is_dealt or "index" not in data:
         if world_size > saved:
             return (
-                "the data position cannot be dealt out anew: each rank goes on where another was in its own data, and "
-                "of data that is dealt out to ranks a part of this epoch is never seen"
+                "the data position cannot be divided among another number of ranks: each rank goes on from the "
+                "position of one of the old ranks, and where ranks share the data, part of this epoch is never seen"
             )
-        return "each rank goes on where that of the same number was in its data; samples may be seen twice"
+        return "each rank goes on from the position of the same rank number; samples may be seen twice"
     data.pop("loader", None)  # a loader's own state is for the saved number of ranks
     for key in ("index", "samples", "skipped_samples"):
         data[key] = int(data.get(key, 0)) * saved // world_size

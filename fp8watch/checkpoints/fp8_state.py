@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.checkpoints.checksum import sum_bits
+from fp8watch.checkpoints.checksum import sum_each
 
 
 def form_differs(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
@@ -24,10 +24,11 @@ def form_differs(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str | Non
 
 def not_restored(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
     """The first live entry that is not bit-identical to the saved one, in words; None: there is none."""
-    for name, first, second in _common(saved, live):
-        if sum_bits([first]) != sum_bits([second.to(first.device)]):
-            return f"FP8 state of {name} was not restored"
-    return None
+    entries = list(_common(saved, live))
+    # All in one go: each call waits for the device.
+    pairs = zip(sum_each(first for _, first, _ in entries), sum_each(second for _, _, second in entries), strict=True)
+    differing = (name for (name, _, _), (first, second) in zip(entries, pairs, strict=True) if first != second)
+    return next((f"FP8 state of {name} was not restored" for name in differing), None)
 
 
 def _common(

@@ -72,7 +72,7 @@ class CheckpointManager:
         self._trial = Trial(self.root)
         self._underway: list[Underway] = []
         self._newest: CheckpointRecord | None = None
-        self._doomed = rotation.Doomed()
+        self._discarded = rotation.DiscardedFolders()
         self.on_change: Callable[[CheckpointRecord], None] = lambda record: None
         """Called with every record that is new or has a new label."""
         try:
@@ -130,7 +130,8 @@ class CheckpointManager:
         while (record := self.newest_usable()) is not None:
             if not self.is_writer or self._trial.begin(record.checkpoint):
                 return record
-            self.refuse(record.checkpoint, f"{record.checkpoint}: {MAX_TRIALS} starts from it made no step")
+            why = f"{MAX_TRIALS} starts from it ended before their first step, so it is not tried again"
+            self.refuse(record.checkpoint, f"{record.checkpoint}: {why}")
         return None
 
     def label(self, checkpoint: str, label: CheckpointLabel, reason: str = "") -> CheckpointRecord:
@@ -172,13 +173,13 @@ class CheckpointManager:
             reason=reason, place=Place(rank=self.rank, world_size=self.world_size, layout=layout),
             started=self._monotonic(),
         )  # fmt: skip
-        if saving.folder in self._doomed:
+        if saving.folder in self._discarded:
             ask(given_up := f"checkpoint of step {step} was given up a moment ago")
             raise CheckpointError(given_up)
         try:
             saving.begin(self.parts, self._storage, ask)
         except CheckpointError:
-            self._doom(saving)
+            self._discard(saving)
             raise
         self._underway.append(saving)
         finished = self._advance(saving)
@@ -211,7 +212,7 @@ class CheckpointManager:
         """Continue the saves in progress. Called at each step boundary. Raises `CheckpointError` when one has
         failed."""
         self._trial.passed()
-        self._doomed.poll()
+        self._discarded.poll()
         for saving in self._underway[:]:
             self._advance(saving)
 
@@ -221,7 +222,7 @@ class CheckpointManager:
             self._newest = None
         for saving in [saving for saving in self._underway if saving.final.name == checkpoint]:
             self._underway.remove(saving)
-            self._doom(saving)
+            self._discard(saving)
             self._forget(checkpoint, "another rank could not save its part")
 
     def close(self, seconds: float) -> None:
@@ -253,7 +254,7 @@ class CheckpointManager:
             written = saving.advance(self._monotonic(), self._clock(), self._storage.name, self._run)
         except CheckpointError as error:
             self._underway.remove(saving)
-            self._doom(saving)
+            self._discard(saving)
             self._forget(saving.final.name, str(error))
             raise
         if saving.part is not None and not self.is_writer:
@@ -271,9 +272,9 @@ class CheckpointManager:
             self.on_change(gone)
         return record
 
-    def _doom(self, saving: Underway) -> None:
+    def _discard(self, saving: Underway) -> None:
         if self.is_writer:
-            self._doomed.add(saving.folder)
+            self._discarded.add(saving.folder)
 
     def _forget(self, checkpoint: str, why: str) -> None:
         """Drop a pending checkpoint that has failed."""

@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from fp8watch.checkpoints.bit_sums import ALGORITHMS, WEIGHTED
 from fp8watch.errors import CheckpointError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+READABLE = (3, 4)
+"""Version 3 does not name its checksums' algorithm."""
 NAME = "manifest.json"
 
 
@@ -74,6 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """LR of each parameter group for the next update."""
     parameter_checksum: str
     """See `fp8watch.checkpoints.checksum`."""
+    checksum_algorithm: str = WEIGHTED
+    """Algorithm of all parameter checksums: a name in `fp8watch.checkpoints.bit_sums`."""
     rng_sha256: str
     """Digest of the random state of rank 0."""
     files: dict[str, FileEntry]
@@ -131,10 +136,13 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder.name}: no {NAME}, so it was never completed") from error
     except (OSError, msgspec.DecodeError, ValueError) as error:
         raise CheckpointError(f"{folder.name}: {NAME} cannot be read: {error}") from error
-    if manifest.format_version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder.name}: format version {manifest.format_version}, this fp8watch reads {FORMAT_VERSION}"
-        )
+    if manifest.format_version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise CheckpointError(f"{folder.name}: format version {manifest.format_version}, this fp8watch reads {known}")
     if manifest.manifest_sha256 != _sum(msgspec.json.decode(data)):
         raise CheckpointError(f"{folder.name}: {NAME} does not match its own SHA-256")
+    if manifest.checksum_algorithm not in ALGORITHMS:
+        raise CheckpointError(
+            f"{folder.name}: its checksums are by {manifest.checksum_algorithm!r}, which this fp8watch does not know"
+        )
     return manifest

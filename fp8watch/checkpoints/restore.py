@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fp8watch.checkpoints import also, contents, elastic, manifest, optimizer_state, rng, te_extra
+from fp8watch.checkpoints.bit_sums import LATEST
 from fp8watch.checkpoints.checksum import parameter_checksum
 from fp8watch.checkpoints.files import check_sizes, is_on_network, verify
 from fp8watch.checkpoints.fp8_state import form_differs, not_restored
@@ -199,7 +200,7 @@ def _compare(parts: TrainingParts, loaded: Loaded) -> str:
     """Verify the restored state; returns the parameters' checksum. Raises `PartlyRestored`."""
     saved, part = loaded.manifest, loaded.part
     is_same_world = loaded.world_size == saved.world_size
-    reached = parameter_checksum(parts.model)
+    reached = parameter_checksum(parts.model, saved.checksum_algorithm)
     wanted = part.parameter_checksum if part is not None and saved.layout == "shards" else saved.parameter_checksum
     if reached != wanted and (is_same_world or saved.layout != "shards"):
         raise PartlyRestored(
@@ -212,7 +213,8 @@ def _compare(parts: TrainingParts, loaded: Loaded) -> str:
     digest = contents.rng_digest(now)
     if is_comparable and digest != (part.rng_sha256 if part is not None else saved.rng_sha256):
         raise PartlyRestored(f"{saved.checkpoint}: the random state after the restore is not the one that was saved")
-    return reached
+    # By the latest algorithm, as the parameters are summed again before the next update.
+    return reached if saved.checksum_algorithm == LATEST else parameter_checksum(parts.model)
 
 
 def _check(parts: TrainingParts, loaded: Loaded) -> None:

@@ -16,14 +16,14 @@ from fp8watch.records import CheckpointRecord
 
 logger = logging.getLogger(__name__)
 
-DOOMED_POLLS = 8
+REMOVAL_POLLS = 8
 """Step boundaries at which a discarded folder is removed again."""
 UNFINISHED = ".unfinished-"
 """Prefix of a folder being written: `<prefix><checkpoint>.<pid>`, or with several ranks
 `<prefix><checkpoint>.ranks`."""
 
 
-class Doomed:
+class DiscardedFolders:
     """Folders of discarded saves. They are removed repeatedly, because other ranks may still be writing into them."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Doomed:
 
     def add(self, folder: Path) -> None:
         """Add a folder."""
-        self._polls[folder] = DOOMED_POLLS
+        self._polls[folder] = REMOVAL_POLLS
 
     def poll(self) -> None:
         """Remove the folders again. Called at each step boundary."""

@@ -57,9 +57,9 @@ def controller(
     mode = wanted = _max_mode(max_mode)
     try:
         from fp8watch.controller.cluster.metrics import ControllerExporter, Tally
+        from fp8watch.controller.cluster.presence import ControllerPresence
         from fp8watch.controller.cluster.program import ClusterProgram
         from fp8watch.controller.cluster.redis_link import RedisError, connect, shown, words_of
-        from fp8watch.controller.cluster.standing import Standing
     except MissingDependency as error:
         raise not_found(str(error)) from error
     rings = {purpose: load_ring(settings, purpose) for purpose in PURPOSES}
@@ -87,17 +87,17 @@ def controller(
         on_open=tally.open_findings,
     )
     about = shown_keys(rings, is_unsigned_taken=settings.allow_unsigned) | {"max_mode": wanted, "mode": mode}
-    standing = Standing(
-        lambda: connect(url, name="fp8watch-controller-standing"),
+    presence = ControllerPresence(
+        lambda: connect(url, name="fp8watch-controller-presence"),
         program.lease.holder,
         lambda: program.is_active,
         about,
     )
-    standing.start()
+    presence.start()
     try:
         _serve(program, ControllerExporter(program, tally, access), metrics_host, metrics_port)
     finally:
-        standing.stop()
+        presence.stop()
 
 
 def _holder(name: str | None) -> str:

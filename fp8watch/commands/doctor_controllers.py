@@ -37,7 +37,10 @@ def _standby(link: RedisLink, alive: list[Party]) -> list[Check]:
     if others:
         return [decides, Check(name="standby", result="ok", detail=f"{', '.join(others)} would take over")]
     if not alive:
-        why = "not observable: no controller lists itself (an earlier version, or rights: renew docs/redis-acl.conf)"
+        why = (
+            "not observable: no controller lists itself (it is older, or lacks rights: apply this version's "
+            "docs/redis-acl.conf)"
+        )
         return [decides, Check(name="standby", result="absent", detail=why)]
     why = "none: if that controller ends, nobody decides until it is back; start a second `fp8watch controller`"
     return [decides, warning("standby", why)]

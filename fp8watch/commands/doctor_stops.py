@@ -18,7 +18,7 @@ def checks(link: RedisLink) -> list[Check]:
 
     found = []
     if link.client.get(DISARM) is not None:
-        why = f"{DISARM} is set: nothing is done in any run, until `fp8watch disarm --all --undo`"
+        why = f"{DISARM} is set: no action is taken in any run, until `fp8watch disarm --all --undo`"
         found.append(warning("disarmed", why))
     runs = sorted(name.decode(errors="replace") for name in link.client.smembers(ACTIVE))
     for start in range(0, len(runs), CHUNK):
@@ -29,6 +29,6 @@ def checks(link: RedisLink) -> list[Check]:
             answers = pipe.execute()
         for run, answer in zip(some, answers, strict=True):
             if answer is not None:
-                why = f"disarmed: nothing is done in it, until `fp8watch disarm {run} --undo`"
+                why = f"disarmed: no action is taken in it, until `fp8watch disarm {run} --undo`"
                 found.append(warning(f"run {run}", why))
     return found

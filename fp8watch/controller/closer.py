@@ -18,15 +18,15 @@ from fp8watch.formats import FORMATS
 from fp8watch.records import Finding, Inquiry
 from fp8watch.what_if import CANDIDATES, Comparison, Loss
 
-ASKS = frozenset({"precision", "bookkeeping", "unknown"})
+ASK_CAUSES = frozenset({"precision", "bookkeeping", "unknown"})
 """Causes for which a closer look can be informative."""
-MOST_LAYERS = 8
+MAX_LAYERS = 8
 """Most layers in one inquiry: a fault in more of them is not about single tensors."""
-REST_STEPS = 20
+MIN_STEPS_APART = 20
 """Steps between two inquiries: each costs the ranks a few casts and one GEMM per layer."""
 
 
-class CloserBook:
+class CloserLooks:
     """The closer looks of one run. Those of an abandoned timeline are forgotten."""
 
     def __init__(self) -> None:
@@ -81,10 +81,10 @@ class CloserBook:
         self._comparisons, self._errors, self._last_asked = {}, {}, None
         self._asked.clear()
 
-    def explained(self, finding: Finding, sample: Sample) -> Finding:
+    def with_closer_look(self, finding: Finding, sample: Sample) -> Finding:
         """The finding with the closer looks at its worst tensor as evidence; where there was none since the onset, with
         what amax alone predicts."""
-        if finding.tensor is None or finding.cause not in ASKS:
+        if finding.tensor is None or finding.cause not in ASK_CAUSES:
             return finding
         known = self._comparisons.get(finding.tensor)
         extra: dict[str, object] = {}
@@ -109,11 +109,11 @@ class CloserBook:
 
     def inquiry(self, run: str, attempt: int, findings: Sequence[Finding], *, seen: int) -> Inquiry | None:
         """What to ask after this step's findings; None: nothing."""
-        if self._last_asked is not None and seen - self._last_asked < REST_STEPS:
+        if self._last_asked is not None and seen - self._last_asked < MIN_STEPS_APART:
             return None
         for finding in findings:
             is_new = finding.incident not in self._asked
-            if is_new and finding.cause in ASKS and finding.layers and len(finding.layers) <= MOST_LAYERS:
+            if is_new and finding.cause in ASK_CAUSES and finding.layers and len(finding.layers) <= MAX_LAYERS:
                 self._asked.add(finding.incident)
                 self._last_asked = seen
                 return Inquiry(run=run, attempt=attempt, step=finding.step, modules=list(finding.layers))

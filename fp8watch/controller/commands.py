@@ -55,7 +55,7 @@ class _Outstanding:
     results: dict[int, CommandResult] = field(default_factory=dict)
 
 
-class CommandDesk:
+class CommandTracker:
     """Issues commands and gathers their results."""
 
     def __init__(self, run: str, term: int) -> None:

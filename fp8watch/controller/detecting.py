@@ -13,7 +13,7 @@ from fp8watch.policy.view import Trouble, trouble_of
 from fp8watch.records import Finding, Stored
 
 
-class Detecting(Protocol):
+class DetectorPipeline(Protocol):
     """The methods of `fp8watch.detect.pipeline.Pipeline` that are used."""
 
     def observe(self, sample: Sample) -> list[Finding]:

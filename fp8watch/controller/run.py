@@ -15,13 +15,13 @@ from typing import Literal
 from fp8watch.controller import roster
 from fp8watch.controller.carry_out import ActionLog
 from fp8watch.controller.checkpoints import Ledger, verdict
-from fp8watch.controller.closer import CloserBook
-from fp8watch.controller.commands import CommandDesk, because_of, failure_of
+from fp8watch.controller.closer import CloserLooks
+from fp8watch.controller.commands import CommandTracker, because_of, failure_of
 from fp8watch.controller.data_position import DataPosition
-from fp8watch.controller.detecting import Detecting, named, prefix_after, troubles
+from fp8watch.controller.detecting import DetectorPipeline, named, prefix_after, troubles
+from fp8watch.controller.detector_memory import PilotProgress, restore_detectors, state_if_due
 from fp8watch.controller.history import History
 from fp8watch.controller.merge import Merger
-from fp8watch.controller.recollection import Standing, recall, state_if_due
 from fp8watch.controller.trace import Trace
 from fp8watch.detect.base import Sample
 from fp8watch.detect.incidents import Incident
@@ -65,7 +65,7 @@ class RunPilot:
         *,
         term: int,
         clock: Callable[[], float],
-        pipeline: Detecting,
+        pipeline: DetectorPipeline,
         restored: tuple[Stored, ...] = (),
         is_same_process: bool = False,
     ) -> None:
@@ -94,14 +94,14 @@ class RunPilot:
         self._pipeline = pipeline
         self._history = History()
         self._ledger = Ledger(policy.healthy_steps)
-        self._desk = CommandDesk(hello.run, term)
+        self._tracker = CommandTracker(hello.run, term)
         self._state = PolicyState()
         self._log = ActionLog(hello.run, clock)
         self._trace = Trace(hello.run, clock)
         self._evaluated_seen: int | None = None
         self._began_seen: int | None = 0 if hello.step > 0 else None
         """`seen` when this attempt began, of one that goes on from another."""
-        self._closer = CloserBook()
+        self._closer = CloserLooks()
         self._evidence: dict[str, Finding] = {}
         self._tensors: tuple[str, ...] = ()
         self._modules: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class RunPilot:
     @property
     def term(self) -> int:
         """Term under which this controller sends."""
-        return self._desk.term
+        return self._tracker.term
 
     def waiting(self) -> dict[str, ActionRecord]:
         """Actions that wait for a person, by id."""
@@ -122,9 +122,9 @@ class RunPilot:
         """What is wrong with the run now."""
         return self._pipeline.open_incidents()
 
-    def standing(self) -> Standing:
+    def progress(self) -> PilotProgress:
         """How far it has come, for the store."""
-        return Standing(
+        return PilotProgress(
             run=self.run, attempt=self.attempt, step=self.step, seen=self.seen,
             quiet_until_seen=self._quiet_until_seen, prefix=self._prefix, evidence=self._evidence,
         )  # fmt: skip
@@ -134,8 +134,10 @@ class RunPilot:
     def hello(self, hello: Hello) -> None:
         """A rank is there, or there again, or there with a new attempt."""
         is_new = hello.rank not in self.ranks
-        if hello.journal_term > self.term or (is_new and hello.journal_term == self.term and not self._desk.has_issued):
-            self._desk.learn_term(hello.journal_term)
+        if hello.journal_term > self.term or (
+            is_new and hello.journal_term == self.term and not self._tracker.has_issued
+        ):
+            self._tracker.learn_term(hello.journal_term)
         if not self.ranks and hello.attempt <= self.attempt:
             self._trace.began(hello, self.policy, "")
         self.ranks[hello.rank] = hello
@@ -179,11 +181,11 @@ class RunPilot:
     def result(self, result: CommandResult) -> None:
         """What a command came to on a rank."""
         self.records.append(result)
-        matched = self._desk.take(result)
+        matched = self._tracker.take(result)
         if matched is None:
             return
-        command = self._desk.current
-        is_applied = self._desk.is_applied(frozenset(self.ranks))
+        command = self._tracker.current
+        is_applied = self._tracker.is_applied(frozenset(self.ranks))
         if command is not None and command.verb == "apply" and is_applied:
             self._log.applied(command, result)
         self._conclude()
@@ -242,7 +244,7 @@ class RunPilot:
             logger.log(level, "detectors failed at step %s of run %s", sample.step, self.run, exc_info=True)
             findings = []
         for finding in [*findings, *self._data.look(sample, self._ledger.records())]:
-            finding = self._closer.explained(named(finding, self._prefix), sample)
+            finding = self._closer.with_closer_look(named(finding, self._prefix), sample)
             self._evidence[finding.incident] = finding
             self.records.append(finding)
             self._trace.found(finding)
@@ -254,7 +256,7 @@ class RunPilot:
         if (inquiry := self._closer.inquiry(self.run, self.attempt, findings, seen=self.seen)) is not None:
             self.replies.append(inquiry)
         if self.saves_detectors:
-            self.records += state_if_due(self.standing(), self._pipeline, has_news=bool(findings))
+            self.records += state_if_due(self.progress(), self._pipeline, has_news=bool(findings))
         if findings:  # of closed incidents nobody asks any more
             known = {self._prefix + incident.id for incident in self.open_incidents()}
             self._evidence = {name: finding for name, finding in self._evidence.items() if name in known}
@@ -279,7 +281,7 @@ class RunPilot:
                 self._send(decision, "revert", view)
 
     def _send(self, decision: Decision, verb: Literal["apply", "revert"], view: View) -> None:
-        command = self._desk.issue(
+        command = self._tracker.issue(
             decision.action_id, verb, decision.action, dict(decision.params),
             step=view.step, seen=view.seen, attempt=self.attempt, ranks=frozenset(self.ranks),
             because=because_of(decision.trouble), start=self.start,
@@ -290,7 +292,7 @@ class RunPilot:
         logger.info("run %s step %s: %s %s: %s", self.run, view.step, verb, decision.action, decision.reason)
 
     def _conclude(self) -> None:
-        conclusion = self._desk.conclude(self.seen, frozenset(self.ranks))
+        conclusion = self._tracker.conclude(self.seen, frozenset(self.ranks))
         if conclusion is None:
             return
         action_id = conclusion.action_id
@@ -350,7 +352,7 @@ class RunPilot:
     def _view(self) -> View:
         return View(
             run=self.run,
-            term=self._desk.term,
+            term=self._tracker.term,
             step=self.step,
             seen=self.seen,
             attempt=self.attempt,
@@ -369,7 +371,7 @@ class RunPilot:
             num_skipped=self._history.num_skipped,
             params_nonfinite=self._history.params_nonfinite,
             is_nonfinite_now=self._history.is_nonfinite_now,
-            is_busy=self._desk.current is not None,
+            is_busy=self._tracker.current is not None,
             disarmed=self.disarmed or roster.why_disarmed(self.ranks),
             verdicts=self.verdicts,
             people=self.people,
@@ -386,10 +388,10 @@ class RunPilot:
             if isinstance(record, CheckpointRecord):
                 self._ledger.add(record)
         self._state = self._log.restore(self._state, restored, is_same_process=is_same_process)
-        standing = recall(
-            self.standing(), restored, hello, is_same_process=is_same_process,
+        progress = restore_detectors(
+            self.progress(), restored, hello, is_same_process=is_same_process,
             pipeline=self._pipeline, merger=self._merger, history=self._history,
         )  # fmt: skip
-        self.step, self.seen = standing.step, standing.seen
-        self._quiet_until_seen, self._prefix = standing.quiet_until_seen, standing.prefix
-        self._evidence = dict(standing.evidence)
+        self.step, self.seen = progress.step, progress.seen
+        self._quiet_until_seen, self._prefix = progress.quiet_until_seen, progress.prefix
+        self._evidence = dict(progress.evidence)

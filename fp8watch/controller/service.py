@@ -15,14 +15,14 @@ import msgspec
 
 from fp8watch import wire
 from fp8watch.controller import markers
-from fp8watch.controller.detecting import Detecting
+from fp8watch.controller.detecting import DetectorPipeline
+from fp8watch.controller.detector_memory import stored_since
 from fp8watch.controller.inbox import Inbox
 from fp8watch.controller.open_findings import Open, OpenFindings
 from fp8watch.controller.processes import is_same_process, is_started_anew
-from fp8watch.controller.recollection import stored_since
 from fp8watch.controller.run import RunPilot
 from fp8watch.controller.stores.base import Approval, Store
-from fp8watch.controller.unseen import Patience, Predecessor, Unseen, is_due
+from fp8watch.controller.unseen import Predecessor, StepWait, Unseen, is_due
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import BadInput
 from fp8watch.policy import load as load_policy
@@ -66,7 +66,7 @@ class _Run:
         self.record = record
         self.recorded_at = 0.0
         self.goodbyes: dict[int, Goodbye] = {}
-        self.patience = Patience()
+        self.wait = StepWait()
         self.predecessor = Predecessor()
         self.is_halted = False
         self.refused: set[bytes] = set()
@@ -86,7 +86,7 @@ class RunController:
         max_mode: Mode = "auto",
         metrics_url: str = "",
         store_name: str = "",
-        make_pipeline: Callable[[str], Detecting] = Pipeline,
+        make_pipeline: Callable[[str], DetectorPipeline] = Pipeline,
         signer: Signer | None = None,
         approval_ring: KeyRing | None = None,
         disarmed_by: Callable[[str], str] | None = None,
@@ -204,9 +204,11 @@ class RunController:
 
     def _go_on_without_the_late(self, run: _Run, now: float) -> list[Reply]:
         step, ranks = run.pilot.held_by()
-        if run.patience.ends(run.pilot.attempt, step, now):
+        if run.wait.has_ended(run.pilot.attempt, step, now):
             shown = ", ".join("all not heard of" if rank is None else str(rank) for rank in ranks)
-            logger.warning("run %s: step %s goes on without the frames of ranks %s", run.record.run, step, shown)
+            logger.warning(
+                "run %s: step %s is judged without the frames of ranks %s, which are late", run.record.run, step, shown
+            )
             for rank in ranks:
                 run.inbox.late(rank)
                 run.pilot.late(rank)
@@ -352,7 +354,7 @@ class RunController:
         genuine, refused = sort_approvals(approvals, waiting, self._approval_ring, run.refused)
         for why in refused:
             self.ignored["forged approval"] += 1
-            logger.warning("run %s: a verdict does not count: %s", run.record.run, why)
+            logger.warning("run %s: an approval or refusal is ignored: %s", run.record.run, why)
         return genuine
 
     # The store

@@ -42,13 +42,13 @@ class Unseen:
             self._listener(run, reason, count)
 
 
-class Patience:
+class StepWait:
     """Which step of a run is waiting for ranks, and since when."""
 
     def __init__(self) -> None:
         self._held: tuple[int, int, float] | None = None
 
-    def ends(self, attempt: int, step: int | None, now: float) -> bool:
+    def has_ended(self, attempt: int, step: int | None, now: float) -> bool:
         """Whether the step has waited long enough; `step` None: nothing waits. `now`: seconds of any one clock."""
         if step is None:
             self._held = None

@@ -27,7 +27,7 @@ import msgspec
 
 from fp8watch import __version__
 from fp8watch.atomic_file import replacing
-from fp8watch.controller.closer import CloserBook
+from fp8watch.controller.closer import CloserLooks
 from fp8watch.controller.merge import merge
 from fp8watch.controller.stores.base import Store
 from fp8watch.controller.stores.sqlite import SqliteStore
@@ -288,12 +288,12 @@ def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) ->
             pipeline.load(state)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             logger.warning("bundle of run %s: the detectors start afresh, their state cannot be read: %s", run, error)
-    closer, attempt = CloserBook(), None
+    closer, attempt = CloserLooks(), None
     for row in window.rows:
         if row.generation != generation:
             pipeline, generation = Pipeline(run), row.generation
         if (row.attempt, row.generation) != attempt:
-            closer, attempt = CloserBook(), (row.attempt, row.generation)
+            closer, attempt = CloserLooks(), (row.attempt, row.generation)
         frames = [item for item in store.read(run, StepFrame, row.step, row.step) if item.attempt == row.attempt]
         if not frames:
             continue
@@ -303,7 +303,7 @@ def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) ->
         closer.take(sample)
         prefix = window.prefixes.get(generation, "")
         findings = [
-            closer.explained(
+            closer.with_closer_look(
                 msgspec.structs.replace(item, id=prefix + item.id, incident=prefix + item.incident), sample
             )
             for item in pipeline.observe(sample)

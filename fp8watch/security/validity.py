@@ -59,7 +59,7 @@ def of_server(cert: Path, key: Path) -> list[Validity]:
     client.check_hostname = False
     client.load_verify_locations(cert)
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | ssl.VerifyFlags(_NO_CHECK_TIME)
-    shown = _shaken(client, server)
+    shown = _complete_handshake(client, server)
     between: list[dict[str, Any]] = [dict(item) for item in client.get_ca_certs() if item != shown]
     return [
         _validity(shown, "the certificate"),
@@ -96,17 +96,17 @@ def dates(cert: Path, key: Path, authority: Path | None = None) -> Dates:
     try:
         validities += [(cert, item) for item in of_server(cert, key)]
     except Unusable as error:
-        remarks.append(f"{cert}: the certificate is refused at any time: {error}")
+        remarks.append(f"{cert}: clients refuse this certificate, whatever the date: {error}")
     except OSError as error:
-        remarks.append(f"{cert}: until when it is valid cannot be told: {error}")
+        remarks.append(f"{cert}: its expiry date cannot be read: {error}")
     try:
         validities += [] if authority is None else [(authority, item) for item in of_authorities(authority)]
     except OSError as error:
-        remarks.append(f"{authority}: until when it is valid cannot be told: {error}")
+        remarks.append(f"{authority}: its expiry date cannot be read: {error}")
     return Dates(validities=tuple(validities), remarks=tuple(remarks))
 
 
-def _shaken(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> dict[str, Any]:
+def _complete_handshake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> dict[str, Any]:
     """The certificate that the client gets in a handshake in memory."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server)
@@ -121,7 +121,7 @@ def _shaken(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> d
             raise Unusable(error.verify_message) from error
         with contextlib.suppress(ssl.SSLWantReadError):
             server.do_handshake()
-    raise ssl.SSLError("no handshake came about")
+    raise ssl.SSLError(f"the TLS handshake did not finish in {_MOST_TURNS} rounds")
 
 
 def _validity(shown: dict[str, Any], name: str) -> Validity:

@@ -117,7 +117,7 @@ def _run(value: Any) -> str | None:
     if not isinstance(value, str):
         return f"a name (str) is wanted, got {shown(value)}"
     if value and not _NAMEABLE.search(value):  # an empty name counts as none, as in FP8WATCH_RUN
-        return f"{value!r} has no letter or digit (A-Z, a-z, 0-9) that a folder and a label could be named by"
+        return f"{value!r} has no letter or digit (A-Z, a-z, 0-9), which the run's folder and metric label need"
     return None
 
 

@@ -73,7 +73,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class Assembled:
     """An attached watch, its session, and the lines of attach's report."""
 
     watch: Watch
@@ -81,7 +81,7 @@ class Made:
     report: list[str]
 
 
-def assemble(arguments: Arguments) -> Made:
+def assemble(arguments: Arguments) -> Assembled:
     """Build a watch and attach it.
 
     Raises `BadInput` for an invalid agent address or key, and `Halted` for a run that was halted and not released; in
@@ -124,7 +124,7 @@ def assemble(arguments: Arguments) -> Made:
         policy_name=arguments.policy_name, mode=arguments.policy.mode, capabilities=session.capabilities(),
         directory=folder, agent=settings.agent, disarmed=session.disarm.reason(),
     )  # fmt: skip
-    return Made(watch=Watch(session, boundary), session=session, report=text)
+    return Assembled(watch=Watch(session, boundary), session=session, report=text)
 
 
 def _refuse_halted(settings: Settings, identity: Identity) -> None:
@@ -208,7 +208,11 @@ def _stopping(session: Session) -> Iterator[None]:
     try:
         yield
     except MustStop as error:
-        logger.error("fp8watch: step %d: this rank stops before its next step: %s", session.step, error)
+        logger.error(
+            "fp8watch: step %d: this rank stops before its next step (exit code 85; restart all ranks): %s",
+            session.step,
+            error,
+        )
         raise RanksApart(str(error)) from error
 
 

@@ -140,7 +140,9 @@ def _attach(arguments: dict[str, Any], wrong: list[str]) -> Watch:
         watch.note_once(f"data position: {data.unavailable}")
     if _attached:
         names = ", ".join(entry.watch.run for entry in _attached)
-        watch.note_once(f"still attached to other models, which are kept alive by it: {names}; detach() lets go")
+        watch.note_once(
+            f"still attached to other models, which stay in memory: {names}; detach() of their watches frees them"
+        )
     entry = _Attached(watch, arguments)
     _attached.append(entry)
     who, release = namesake.claim(places.run_folder(settings.dir, watch.run), watch.rank)
@@ -159,7 +161,7 @@ def _attach(arguments: dict[str, Any], wrong: list[str]) -> Watch:
     session = made.session
     can_act = parsed.mode != "observe" and not (session.agreement.unavailable or session.journal.unavailable)
     if can_act and settings.start_seconds > 0 and not session.uplink.await_agent(settings.start_seconds):
-        watch.note_once("the process that decides is not there yet; training begins, and nothing acts until it is")
+        watch.note_once("no agent has answered yet; training starts, and fp8watch takes no action until one does")
     return watch
 
 

@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fp8watch.actions.base import Action, Applied, ReadBack
-from fp8watch.actions.joint import Answer, Choosing
 from fp8watch.checkpoints.restore import PartlyRestored
 from fp8watch.errors import ActionError, CheckpointError
 from fp8watch.records import Command, CommandResult, Mode, Verb
 from fp8watch.training.agreement.base import (
     Agreement,
     Candidate,
-    Fate,
-    Joint,
+    JointOutcome,
     MustStop,
+    RankOutcome,
     Refusal,
     Ruling,
     Status,
     asks_first,
 )
+from fp8watch.training.agreement.questions import agree_on_target
 from fp8watch.training.disarm import Disarm
 from fp8watch.training.journal import Journal
 
@@ -43,14 +43,14 @@ that needs a forward of its module may have to wait for an evaluation to end."""
 
 
 @dataclass(slots=True)
-class _Watched:
+class _Unconfirmed:
     """An applied command whose effect is not confirmed yet."""
 
     command: Command
     action: Action
     applied: Applied
     step: int
-    looks: int = 0
+    num_read_backs: int = 0
 
     def read_back(self) -> ReadBack:
         """Whether the action, or its revert, is in force."""
@@ -59,10 +59,10 @@ class _Watched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Did:
+class _LocalResult:
     """Outcome of a command on this rank."""
 
-    fate: Fate
+    outcome: RankOutcome
     applied: Applied | None = None
     """For a revert: the action that was reverted."""
     detail: str = ""
@@ -108,19 +108,19 @@ class Boundary:
         self._on_stop = on_stop or on_broken
         self._objection = objection
         self._waiting: list[Command] = []
-        self._watched: list[_Watched] = []
+        self._unconfirmed: list[_Unconfirmed] = []
         self._applied: dict[str, Applied] = {}
         self._answers: dict[tuple[str, str], CommandResult] = {}
 
     @property
     def is_idle(self) -> bool:
         """No command is queued or waits for its read-back. With `is_joint`, the boundary has to be run anyway."""
-        return not self._waiting and not self._watched
+        return not self._waiting and not self._unconfirmed
 
     @property
     def is_due(self) -> bool:
         """Whether the boundary has to be run."""
-        return bool(self._waiting or self._watched or self._agreement.is_joint)
+        return bool(self._waiting or self._unconfirmed or self._agreement.is_joint)
 
     @property
     def is_joint(self) -> bool:
@@ -145,27 +145,27 @@ class Boundary:
             raise
 
     def _run(self, step: int) -> None:
-        self._turn_away(step)
-        for watched in self._watched[:]:
-            self._look(watched, step)
+        self._refuse_other_starts(step)
+        for pending in self._unconfirmed[:]:
+            self._read_back(pending, step)
         ruling = self._agreement.settle(step)
         if ruling is not None:
             self._carry_out(ruling.command, step) if ruling.refusal is None else self._rule(ruling, step)
-            self._let_go(ruling.command)
+            self._dequeue(ruling.command)
         self._waiting.sort(key=lambda c: (c.term, c.sequence))
         for ruling in self._agreement.due(self._candidates(step), step):
-            self._let_go(ruling.command)
+            self._dequeue(ruling.command)
             self._rule(ruling, step)
 
-    def _turn_away(self, step: int) -> None:
+    def _refuse_other_starts(self, step: int) -> None:
         """Refuse commands for another start of the run, without a vote: their numbers and ids may equal those of
         commands for this start, whose answers must not be changed."""
         for command in [command for command in self._waiting if command.start != self._start]:
-            self._let_go(command)
+            self._dequeue(command)
             status: Status = "expired" if command.start else "vetoed"
             detail = (
                 "decided for another start of this run" if command.start else
-                "names no start of the run: controller or agent is of an earlier version"
+                "it does not say for which start of the run: upgrade controller and agent to this version"
             )  # fmt: skip
             logger.warning("fp8watch: step %d: %s %s: %s", step, command.action, status, detail)
             self._send(self._result(command, step, status, detail))
@@ -191,10 +191,19 @@ class Boundary:
         else:
             self._answer(ruling.command, step, *refusal)
 
-    def _let_go(self, command: Command) -> None:
+    def _dequeue(self, command: Command) -> None:
         self._waiting = [other for other in self._waiting if other is not command]
 
     def _refusal(self, command: Command, step: int) -> Refusal | None:
+        """Why this rank refuses a command; None: it is ready. A check that fails refuses: an error here would end the
+        agreement of all ranks."""
+        try:
+            return self._checked(command, step)
+        except Exception as error:
+            logger.warning("fp8watch: %s could not be checked", command.action, exc_info=error)
+            return "vetoed", f"whether it may be carried out here could not be checked: {type(error).__name__}: {error}"
+
+    def _checked(self, command: Command, step: int) -> Refusal | None:
         if self._journal.knows(command):
             return "unknown", "begun before; an id is never tried twice"
         if (command.term, command.sequence) <= (self._journal.term, self._journal.sequence):
@@ -202,7 +211,7 @@ class Boundary:
         if command.attempt != self._attempt():
             return "expired", f"decided for attempt {command.attempt}, this is attempt {self._attempt()}"
         if step > command.last_step:
-            return "expired", f"not to be begun after step {command.last_step}"
+            return "expired", f"came too late: it had to begin by step {command.last_step}"
         reason = self._disarm.reason(now=True)
         if reason is not None:
             return "vetoed", reason
@@ -222,12 +231,12 @@ class Boundary:
 
     def _carry_out(self, command: Command, step: int) -> None:
         action = self._actions.get(command.action)
-        did = self._do(command, action, step)
-        joint = self._agreement.confirm(did.fate, can_undo=command.verb == "apply" and not asks_first(command))
-        if joint.verdict == "undo" and command.verb == "apply" and did.applied is not None and action is not None:
-            joint = self._undo(action, did.applied, joint)
+        local = self._do(command, action, step)
+        joint = self._agreement.confirm(local.outcome, can_undo=command.verb == "apply" and not asks_first(command))
+        if joint.verdict == "undo" and command.verb == "apply" and local.applied is not None and action is not None:
+            joint = self._undo(action, local.applied, joint)
         if joint.verdict == "same":
-            self._conclude(command, action, did, step)
+            self._conclude(command, action, local, step)
             return
         status: Status = "failed" if joint.verdict == "undo" else "unknown"
         if status == "failed":
@@ -236,80 +245,63 @@ class Boundary:
         if joint.verdict == "stop":
             self._on_stop(f"{command.action}: {joint.detail}")
 
-    def _do(self, command: Command, action: Action | None, step: int) -> _Did:
+    def _do(self, command: Command, action: Action | None, step: int) -> _LocalResult:
         """Carry out a command. Failures are returned, because other ranks wait for the outcome. Raises `MustStop`."""
-        if action is None:
-            cannot = f"unknown action {command.action}"
-            if asks_first(command):
-                self._agreement.lowest(Answer.CANNOT, "begin")
-            return _Did(fate=Fate.FAILED, detail=cannot, is_begun=False)
-        cannot = ""
-        try:
-            self._journal.begin(command, step)
-        except OSError as error:
-            cannot = f"journal could not be synced, nothing was done: {error}"
+        cannot = "" if action is not None else f"unknown action {command.action}"
+        if not cannot:
+            try:
+                self._journal.begin(command, step)
+            except Exception as error:
+                cannot = f"journal could not be synced, nothing was done: {error}"
         if asks_first(command):
-            cannot = self._choose(action, command, step, cannot)
-        if cannot:
-            return _Did(fate=Fate.FAILED, detail=cannot, is_begun=self._journal.knows(command))
+            cannot = agree_on_target(self._agreement, action, command, step, cannot)
+        if cannot or action is None:
+            return _LocalResult(outcome=RankOutcome.FAILED, detail=cannot, is_begun=self._journal.knows(command))
         try:
             if command.verb == "revert":
-                return _Did(fate=Fate.DONE, applied=self._revert(command, action))
-            return _Did(fate=Fate.DONE, applied=action.apply(step, dict(command.params)))
+                return _LocalResult(outcome=RankOutcome.DONE, applied=self._revert(command, action))
+            return _LocalResult(outcome=RankOutcome.DONE, applied=action.apply(step, dict(command.params)))
         except MustStop:
             raise
         except PartlyRestored as error:
-            return _Did(fate=Fate.UNKNOWN, detail=str(error), broken=f"{command.action}: {error}")
+            return _LocalResult(outcome=RankOutcome.UNKNOWN, detail=str(error), broken=f"{command.action}: {error}")
         except (ActionError, CheckpointError) as error:
-            return _Did(fate=Fate.FAILED, detail=str(error))
+            return _LocalResult(outcome=RankOutcome.FAILED, detail=str(error))
         except Exception as error:
             logger.warning("fp8watch: %s failed", command.action, exc_info=error)
-            return _Did(fate=Fate.UNKNOWN, detail=f"{type(error).__name__}: {error}")
+            return _LocalResult(outcome=RankOutcome.UNKNOWN, detail=f"{type(error).__name__}: {error}")
 
-    def _choose(self, action: Action, command: Command, step: int, cannot: str) -> str:
-        """Agree with the other ranks on a target, with nothing changed yet. Returns why there is none, or "".
-
-        Every rank asks the same questions, also one that cannot act."""
-        if cannot or not isinstance(action, Choosing):
-            self._agreement.lowest(Answer.CANNOT, "begin")
-            return cannot or f"{command.action} chooses no target"
-        try:
-            action.choose(step, dict(command.params), lambda a, about: Answer(self._agreement.lowest(a, about)))
-        except (ActionError, CheckpointError) as error:
-            return str(error)
-        return ""
-
-    def _conclude(self, command: Command, action: Action | None, did: _Did, step: int) -> None:
+    def _conclude(self, command: Command, action: Action | None, local: _LocalResult, step: int) -> None:
         """Record and answer the outcome, which is the same on all ranks."""
-        if did.is_begun:
-            self._finish(command, "applied" if did.fate is Fate.DONE else "failed")
-        if did.fate is not Fate.DONE or action is None:
-            self._answer(command, step, "failed", did.detail)
-            if did.broken is not None:
-                self._on_broken(did.broken)
-        elif did.applied is not None:
+        if local.is_begun:
+            self._finish(command, "applied" if local.outcome is RankOutcome.DONE else "failed")
+        if local.outcome is not RankOutcome.DONE or action is None:
+            self._answer(command, step, "failed", local.detail)
+            if local.broken is not None:
+                self._on_broken(local.broken)
+        elif local.applied is not None:
             if command.verb == "revert":
                 target = str(command.params.get("of", command.id))
-                self._watched = [watched for watched in self._watched if watched.command.id != target]
+                self._unconfirmed = [pending for pending in self._unconfirmed if pending.command.id != target]
                 logger.warning("fp8watch: step %d: reverted %s", step, command.action)
                 self._answer(command, step, "applied")
             else:
-                self._applied[command.id] = did.applied
+                self._applied[command.id] = local.applied
                 logger.warning("fp8watch: step %d: applied %s %s", step, command.action, command.params)
                 self._answer(
-                    command, step, "applied", replayed=did.applied.steps_replayed, observed=did.applied.expected
+                    command, step, "applied", replayed=local.applied.steps_replayed, observed=local.applied.expected
                 )  # fmt: skip
-            watched = _Watched(command, action, did.applied, step)
-            self._watched.append(watched)
-            self._look(watched, step)
+            pending = _Unconfirmed(command, action, local.applied, step)
+            self._unconfirmed.append(pending)
+            self._read_back(pending, step)
 
-    def _undo(self, action: Action, applied: Applied, joint: Joint) -> Joint:
+    def _undo(self, action: Action, applied: Applied, joint: JointOutcome) -> JointOutcome:
         """Revert here what another rank could not carry out."""
         try:
             action.revert(applied)
         except Exception as error:
-            return Joint("stop", f"{joint.detail}, and it cannot be taken back here: {error}")
-        return Joint("undo", f"{joint.detail}; taken back on all ranks")
+            return JointOutcome("stop", f"{joint.detail}, and it cannot be taken back here: {error}")
+        return JointOutcome("undo", f"{joint.detail}; taken back on all ranks")
 
     def _revert(self, command: Command, action: Action) -> Applied:
         """Revert the application that a command names, and return it. Raises `ActionError`."""
@@ -323,24 +315,24 @@ class Boundary:
         action.revert(applied)
         return applied
 
-    def _look(self, watched: _Watched, step: int) -> None:
-        watched.looks += 1
+    def _read_back(self, pending: _Unconfirmed, step: int) -> None:
+        pending.num_read_backs += 1
         try:
-            found = watched.read_back()
+            found = pending.read_back()
             ok, observed, detail = found.ok, found.observed, found.detail
         except Exception as error:
-            logger.warning("fp8watch: read-back of %s failed", watched.command.action, exc_info=error)
+            logger.warning("fp8watch: read-back of %s failed", pending.command.action, exc_info=error)
             ok, observed, detail = False, {}, f"read-back failed: {type(error).__name__}: {error}"
         if ok is None:
-            patience: int = getattr(watched.action, "patience", READBACK_STEPS)
-            if watched.looks < patience:
+            patience: int = getattr(pending.action, "patience", READBACK_STEPS)
+            if pending.num_read_backs < patience:
                 return
-            done = "undone" if watched.command.verb == "revert" else "in force"
+            done = "undone" if pending.command.verb == "revert" else "in force"
             ok, detail = False, f"not {done} {patience} boundaries later: {detail or 'no effect was seen'}"
-        self._watched.remove(watched)
+        self._unconfirmed.remove(pending)
         self._answer(
-            watched.command, watched.step, "applied", detail, readback="ok" if ok else "failed",
-            observed=observed, replayed=watched.applied.steps_replayed if watched.command.verb == "apply" else 0,
+            pending.command, pending.step, "applied", detail, readback="ok" if ok else "failed",
+            observed=observed, replayed=pending.applied.steps_replayed if pending.command.verb == "apply" else 0,
         )  # fmt: skip
 
     def _finish(self, command: Command, status: str) -> None:

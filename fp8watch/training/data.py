@@ -25,7 +25,7 @@ from fp8watch.training.batch_size import count_samples, count_tokens
 from fp8watch.training.skip_first import hands_out_indices, skipping
 
 ONE_SHOT = "the loader can be iterated only once ({type}); give a DataLoader or something that can be iterated again"
-HIDDEN = "not observable: {type} raises {error} when it is looked at; its batches are handed on as they come"
+HIDDEN = "not observable: {type} raises {error} when it is inspected; its batches are passed on unchanged"
 BYPASSED = "the loop does not take its batches from watch.batches(loader)"
 APART = (
     "a loader with state_dict is iterated a second time while an iteration is under way: its state is not the loop's"
@@ -221,7 +221,7 @@ class Batches:
         if self._is_hidden:
             return {}
         try:
-            return epoch_state.told(self.loader) if self._is_stateful else epoch_state.take(self.loader)
+            return epoch_state.sampler_epoch_of(self.loader) if self._is_stateful else epoch_state.capture(self.loader)
         except Exception as error:
             self._hide(error)
             return {}
@@ -279,7 +279,7 @@ class Batches:
             if "loader" in state:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
                 return iter(self.loader)
-            epoch_state.tell(self.loader, self._epoch_state)
+            epoch_state.set_sampler_epoch(self.loader, self._epoch_state)
             iterator = iter(self.loader)
             for _ in range(self._index):
                 next(iterator, None)

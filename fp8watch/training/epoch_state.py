@@ -26,17 +26,17 @@ def generators(loader: Any) -> list[torch.Generator]:
     return found
 
 
-def take(loader: Any) -> State:
+def capture(loader: Any) -> State:
     """The current state as tensors and plain values. Call it before an iterator is made."""
     return {
         "rng": rng.snapshot(),
         "generators": [generator.get_state() for generator in generators(loader)],
         "made_iterator": getattr(loader, "_iterator", None) is None,
-        **told(loader),
+        **sampler_epoch_of(loader),
     }
 
 
-def told(loader: Any) -> State:
+def sampler_epoch_of(loader: Any) -> State:
     """The epoch given to the sampler's `set_epoch` (as `DistributedSampler` has); None: there is no such sampler."""
     sampler = getattr(loader, "sampler", None)
     sampler_epoch = getattr(sampler, "epoch", None)
@@ -44,7 +44,7 @@ def told(loader: Any) -> State:
     return {"sampler_epoch": sampler_epoch if is_told_epochs else None}
 
 
-def tell(loader: Any, state: State) -> None:
+def set_sampler_epoch(loader: Any, state: State) -> None:
     """Set the sampler's epoch to that of `state`."""
     set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
     if state.get("sampler_epoch") is not None and set_epoch is not None:
@@ -56,4 +56,4 @@ def restore(loader: Any, own: list[torch.Generator], state: State) -> None:
     rng.restore(state["rng"])
     for generator, saved in zip(own, state["generators"], strict=False):
         generator.set_state(saved)
-    tell(loader, state)
+    set_sampler_epoch(loader, state)

@@ -90,7 +90,7 @@ class Evidence:
         if self.seen(before, since, tensors, onset):
             return None
         steps = f"steps {since[0].step} to {since[-1].step}" if since else "no step since"
-        return f"rank {self._rank} has seen nothing out of the ordinary itself ({steps})"
+        return f"rank {self._rank} sees nothing unusual in its own frames ({steps})"
 
     def seen(self, before: Sequence[_Point], since: Sequence[_Point], tensors: list[str], onset: int | None) -> bool:
         """Whether anything speaks for trouble since the onset."""

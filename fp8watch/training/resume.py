@@ -17,7 +17,7 @@ from fp8watch.records import CheckpointRecord
 from fp8watch.training.agreement.peers import Peers, PeersLost
 
 
-class _Word(msgspec.Struct, frozen=True, kw_only=True):
+class _RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's message in one round."""
 
     record: CheckpointRecord | None = None
@@ -57,7 +57,7 @@ def refuse_together(peers: Peers | None, reason: str, seconds: float) -> None:
     """Tell the ranks that resume that this one cannot use the checkpoints, and raise `CheckpointError`."""
     if peers is not None:
         try:
-            _say(peers, _Word(unfit=reason), seconds)
+            _say(peers, _RankReport(unfit=reason), seconds)
         except PeersLost as error:
             reason = f"{reason}; {error}"
     raise CheckpointError(f"resume: {reason}")
@@ -76,7 +76,7 @@ def _resume_together(manager: CheckpointManager, peers: Peers, attempt: int, sec
     while True:
         record = manager.resume_target() if manager.is_writer else None
         has_some = manager.is_writer and bool(manager.records())
-        words = _say(peers, _Word(record=record, has_some=has_some), seconds)
+        words = _say(peers, _RankReport(record=record, has_some=has_some), seconds)
         for rank, other in enumerate(words):
             if other.unfit:
                 raise CheckpointError(f"resume: rank {rank}: {other.unfit}")
@@ -99,22 +99,22 @@ def _resume_together(manager: CheckpointManager, peers: Peers, attempt: int, sec
                 manager.refuse(target, refused[target])
             continue
         report, failure = _put_back(manager, loaded, refused)
-        words = _say(peers, _Word(damaged=failure, attempt=attempt), seconds)
+        words = _say(peers, _RankReport(damaged=failure, attempt=attempt), seconds)
         failed = next((f"rank {rank}: {other.damaged}" for rank, other in enumerate(words) if other.damaged), None)
         if failed is not None or report is None:
             raise CheckpointError(f"{target}: not all ranks could restore it, {failed}")
         return Resumed(report=report, record=proposal.record, attempt=max(other.attempt for other in words))
 
 
-def _load(manager: CheckpointManager, target: str) -> tuple[Loaded | None, _Word]:
+def _load(manager: CheckpointManager, target: str) -> tuple[Loaded | None, _RankReport]:
     try:
-        return manager.load(target, allow_without_data=True), _Word()
+        return manager.load(target, allow_without_data=True), _RankReport()
     except Unfit as error:
-        return None, _Word(unfit=str(error))
+        return None, _RankReport(unfit=str(error))
     except CheckpointError as error:
-        return None, _Word(damaged=str(error))
+        return None, _RankReport(damaged=str(error))
     except Exception as error:  # the other ranks wait for an answer in any case
-        return None, _Word(unfit=f"{type(error).__name__}: {error}")
+        return None, _RankReport(unfit=f"{type(error).__name__}: {error}")
 
 
 def _put_back(manager: CheckpointManager, loaded: Loaded, refused: dict[str, str]) -> tuple[RestoreReport | None, str]:
@@ -124,6 +124,6 @@ def _put_back(manager: CheckpointManager, loaded: Loaded, refused: dict[str, str
         return None, f"{type(error).__name__}: {error}"
 
 
-def _say(peers: Peers, word: _Word, seconds: float) -> list[_Word]:
+def _say(peers: Peers, word: _RankReport, seconds: float) -> list[_RankReport]:
     answers = peers.exchange(msgspec.json.encode(word).decode(), seconds)
-    return [msgspec.json.decode(answer, type=_Word) for answer in answers]
+    return [msgspec.json.decode(answer, type=_RankReport) for answer in answers]

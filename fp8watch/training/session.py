@@ -223,7 +223,7 @@ class Session:
         manager = self.context.checkpoints
         if self.start and update.start != self.start:
             if not update.start:
-                self.note("labels of checkpoints are not taken: the controller or its agent is of an earlier version")
+                self.note("verdicts on checkpoints are ignored: upgrade the controller and its agent to this version")
             return
         if (
             manager is not None
@@ -238,7 +238,9 @@ class Session:
 
     def agreement_over(self, reason: str) -> None:
         """Ranks agree on nothing any more in this attempt: say so, here and to the controller."""
-        self.note(f"{reason}; training goes on, nothing acts any more")
+        self.note(
+            f"{reason}; training goes on and is watched, without actions; a restart of all ranks brings them back"
+        )
         self.guard.call("transport", self._introduce)
 
     def mark_halted(self, reason: str) -> None:

@@ -83,7 +83,7 @@ def skipping(loader: torch.utils.data.DataLoader[Any], seen: int, left_out: int 
     if isinstance(loader.dataset, IterableDataset):
         return _consumed(iter(loader), seen), 0, 0
     if _would_start_workers_in_vain(loader, seen + left_out):
-        before = epoch_state.take(loader)
+        before = epoch_state.capture(loader)
         iterator, skip_first = _begun(loader, seen, left_out, {"num_workers": 0, "timeout": 0})
         if skip_first.is_over():
             return iter(()), skip_first.batches, skip_first.samples

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from fp8watch.foreign import attribute
-from fp8watch.training.untraced import leave_out, trace_by, traced_by
+from fp8watch.training.untraced import get_frame_callback, run_eagerly, set_frame_callback
 
 
 class StepObserver(Protocol):
@@ -57,9 +57,9 @@ class OptimizerTap:
             if not self._is_active or optimizer is not self._optimizer:
                 return original(*args, **kwargs)
             has_closure = bool(args and callable(args[0])) or callable(kwargs.get("closure"))
-            tracer = traced_by()
+            tracer = get_frame_callback()
             if tracer is not None:
-                trace_by(None)
+                set_frame_callback(None)
             try:
                 if observer.before_update(has_closure=has_closure):
                     # LRScheduler warns when it is stepped before the optimizer ever was.
@@ -67,22 +67,22 @@ class OptimizerTap:
                     return None
                 observer.enter_update()
                 if tracer is not None:
-                    trace_by(tracer)
+                    set_frame_callback(tracer)
                 try:
                     result = original(*args, **kwargs)
                 finally:
                     if tracer is not None:
-                        trace_by(None)
+                        set_frame_callback(None)
                     observer.leave_update()
                 observer.after_update(has_closure=has_closure)
                 return result
             finally:
                 if tracer is not None:
-                    trace_by(tracer)
+                    set_frame_callback(tracer)
 
         with contextlib.suppress(Exception):  # what somebody put in the place of `step` may raise over being looked at
             functools.update_wrapper(step, source)
-        leave_out(step)
+        run_eagerly(step)
         return types.MethodType(step, self._optimizer)
 
     def detach(self) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch._C._dynamo import eval_frame
 
-traced_by: Callable[[], Any] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
+get_frame_callback: Callable[[], Any] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
 """The current frame evaluation callback (PEP 523) of TorchDynamo; None outside of a compiled function."""
-trace_by: Callable[[Any], Any] = eval_frame.set_eval_frame
+set_frame_callback: Callable[[Any], Any] = eval_frame.set_eval_frame
 """Set that callback; None: trace nothing."""
 
 
-def leave_out(function: Any) -> None:
+def run_eagerly(function: Any) -> None:
     """Make a compiled caller break its graph at `function` and run it eagerly. Functions that it calls are traced."""
     function._torchdynamo_disable = True
     with contextlib.suppress(Exception):  # other torch internals: the frame is traced, which is only slower

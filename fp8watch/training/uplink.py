@@ -80,7 +80,9 @@ class Uplink:
         else:
             return True
         if is_genuine and isinstance(reply, LedgerUpdate) and not self._verifier.is_news(reply):
-            logger.info("fp8watch: %s is %s: passed over, for a later verdict was taken", reply.checkpoint, reply.label)
+            logger.info(
+                "fp8watch: checkpoint %s: label %s ignored, a later one has been applied", reply.checkpoint, reply.label
+            )
             return False
         if not is_genuine:
             self._channel.count_dropped("forged")

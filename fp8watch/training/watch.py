@@ -313,14 +313,21 @@ class Watch:
         self._session.uplink.close(CLOSE_SECONDS)
 
     def _halt(self, reason: str) -> None:
-        logger.error("fp8watch: step %d: the run is halted: %s", self.global_step, reason)
+        logger.error(
+            "fp8watch: step %d: the run is halted (exit code 78; to start it again: fp8watch runs release %s): %s",
+            self.global_step, self.run, reason,
+        )  # fmt: skip
         self._guard.call("halt", self._session.mark_halted, reason)
         self.detach("halted")
         self._ended = Halted(reason)
         raise self._ended
 
     def _stop(self, reason: str) -> None:
-        logger.error("fp8watch: step %d: this rank stops before its next step: %s", self.global_step, reason)
+        logger.error(
+            "fp8watch: step %d: this rank stops before its next step (exit code 85; restart all ranks): %s",
+            self.global_step,
+            reason,
+        )
         self.detach("ranks apart")
         self._ended = RanksApart(reason)
         raise self._ended

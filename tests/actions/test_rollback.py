@@ -191,6 +191,32 @@ def test_what_became_durable_since_the_last_boundary_is_a_target(
     assert run.apply("rollback", onset_step=5).expected["step"] == 4
 
 
+def test_an_error_with_a_checkpoint_being_written_does_not_prevent_a_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tmp_path)
+    assert run.manager is not None
+
+    def fails() -> None:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(run.manager, "poll", fails)
+    run.apply("rollback", checkpoint=first_checkpoint(run))
+    assert run.global_step == 10
+
+
+def test_a_ledger_that_cannot_be_asked_refuses_the_rollback_with_nothing_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tmp_path)
+    before = everything(run)
+    assert run.manager is not None
+    monkeypatch.setattr(run.manager, "was_made_before", lambda *args, **kwargs: 1 // 0)
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        run.apply("rollback", checkpoint=first_checkpoint(run))
+    assert all(same(value, everything(run)[part]) for part, value in before.items())
+
+
 def test_what_is_in_force_stays_and_what_shall_change_changes(tmp_path: Path) -> None:
     run = trained(tmp_path)
     run.apply("hold_lr", factor=0.5)

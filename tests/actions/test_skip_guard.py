@@ -79,9 +79,9 @@ def test_after_so_many_in_a_row_it_lets_go_and_says_so() -> None:
     spoil(run)
     run.run(2)
     assert run.context.skip.total == 2
-    assert not run.context.skip.has_let_go
+    assert not run.context.skip.is_limit_reached
     run.step()
-    assert run.context.skip.has_let_go
+    assert run.context.skip.is_limit_reached
     assert run.context.skip.last_skipped is False
     assert run.context.skip.total == 2
 

@@ -199,10 +199,10 @@ def test_what_clients_refuse_at_any_time_is_said(made: Path, tmp_path: Path) -> 
             f"{key}.crt",
         )  # fmt: skip
     (said,) = validity.dates(tmp_path / "made.crt", tmp_path / "made.key").faults(time.time())
-    assert "is refused at any time" in said
+    assert "clients refuse this certificate, whatever the date" in said
     assert "purpose" in said
     (gone,) = validity.dates(made / "good.crt", made / "good.key", tmp_path / "none.crt").faults(time.time())
-    assert "none.crt: until when it is valid cannot be told" in gone
+    assert "none.crt: its expiry date cannot be read" in gone
 
 
 def doctor() -> tuple[int, dict[str, tuple[str, str]]]:

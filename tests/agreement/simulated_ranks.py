@@ -25,6 +25,8 @@ from fp8watch.training.agreement.transport import TransportLost
 from fp8watch.training.boundary import Boundary
 
 START = "this start"
+AGREED = 9
+"""In `Plan.lost`: after all ranks have agreed on a target."""
 TRACED = ("training/agreement/", "training/boundary.py", "simulated_ranks.py")
 
 
@@ -50,6 +52,11 @@ class Plan:
     """rank -> how many traced lines it lives."""
     damaged: set[tuple[int, int]] = field(default_factory=set)
     """(rank, target): a target of a rollback that is damaged there."""
+    lost: dict[tuple[int, int], type[Exception]] = field(default_factory=dict)
+    """(rank, n): raised while a rollback chooses its target there, in place of its question n (0 is "begin"), or once
+    it is `AGREED`."""
+    unsure: dict[tuple[int, int], type[Exception]] = field(default_factory=dict)
+    """(rank, index): raised there while it is checked whether the command may be carried out."""
     lasts: dict[int, int] = field(default_factory=dict)
     """rank -> its last step, when it ends before the others."""
     bad: set[tuple[int, int]] = field(default_factory=set)
@@ -91,22 +98,28 @@ class Knobs:
     def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
         """Targets 2, 1, 0 in turn, of which the plan says which are damaged where."""
         self.chosen = None
+        self._lose(0)
         if ask(Answer.YES, "begin") is not Answer.YES:
             raise ActionError("another rank cannot")
         for target in (2, 1, 0):
+            self._lose(3 - target)
             is_damaged = (self._rank.number, target) in self._rank.plan.damaged
             joint = ask(Answer.DAMAGED if is_damaged else Answer.YES, str(target))
             if joint is Answer.YES:
+                self._lose(AGREED)
                 self.chosen = target
                 return
             if joint is Answer.CANNOT:
                 break
         else:
+            self._lose(4)
             ask(Answer.CANNOT, "none")
         raise CheckpointError("none is sound")
 
-    def drop_choice(self) -> None:
-        pass
+    def _lose(self, question: int) -> None:
+        error = self._rank.plan.lost.get((self._rank.number, question))
+        if error is not None:
+            raise error("cannot be told here")
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
         if params.get("goes_back"):
@@ -280,6 +293,9 @@ class Vetoes:
         self._rank = rank
 
     def reason(self, *, now: bool = False) -> str | None:
+        error = self._rank.plan.unsure.get((self._rank.number, getattr(self._rank, "asking", -1)))
+        if error is not None:
+            raise error("the file cannot be read")
         vetoed = {index for number, index in self._rank.plan.vetoes if number == self._rank.number}
         return "refused here" if getattr(self._rank, "asking", None) in vetoed else None
 

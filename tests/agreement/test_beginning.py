@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_come_is_waited_for_once_and_finds_the_decision_whe
     monkeypatch.setattr(meeting, "IMPATIENT_SECONDS", 0.1)
     here = ranks(dist.HashStore(), 3)
     said = at_once([lambda p=p: p.all_begin("0/5/1", "") for p in here[:2]])
-    assert said == ["not all ranks came to it within 1.5 s"] * 2
+    assert said == ["not all ranks reached this save within 1.5 s"] * 2
     assert here[2].all_begin("0/5/1", "") == said[0]  # too late, and it does not begin alone
     began = time.monotonic()
     assert "0.1 s" in here[0].all_begin("0/10/1", "")

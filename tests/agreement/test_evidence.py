@@ -79,7 +79,7 @@ def test_tensors_that_are_no_list_are_an_objection(tensors: Any) -> None:
 def test_nothing_seen_is_an_objection(action: str) -> None:
     found = watched().objection(order(action))
     assert found is not None
-    assert "rank 0 has seen nothing out of the ordinary itself (steps 60 to 80)" in found
+    assert "rank 0 sees nothing unusual in its own frames (steps 60 to 80)" in found
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_frame_that_cannot_be_read_does_not_make_the_rank_agree(has_scalars: b
     evidence.note(PendingFrame(Unreadable(81, has_scalars=has_scalars), 81), LAYOUT)
     found = evidence.objection(order(tensors=["a:input"]))
     assert found is not None
-    assert "has seen nothing out of the ordinary itself" in found
+    assert "sees nothing unusual in its own frames" in found
 
 
 @pytest.mark.parametrize("steps", [150, 190, 193, 256, 257, 300])

@@ -36,7 +36,7 @@ def note(rank: int, **fields: Any) -> Note:
         ({}, False, None),
         ({"acts": False}, False, "several ranks: the policy of rank 1 only observes"),
         ({"policy": "q"}, False, "several ranks: they were given different policies"),
-        ({"run": "s"}, False, "several ranks: they do not go by one run name; set FP8WATCH_RUN"),
+        ({"run": "s"}, False, "several ranks: they have different run names; set FP8WATCH_RUN to one name on all"),
         ({"host": "b"}, True, None),
         (
             {"host": "b"},
@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_come_is_given_up_after_the_time_set(store):
     first.on_over = said.append
     first.due([], 1)
     assert first.settle(2) is None
-    assert said == ["ranks cannot agree any more: a rank did not come within 0.5 s"]
+    assert said == ["the ranks can no longer agree on actions: a rank did not come within 0.5 s"]
     assert first.unavailable == said[0]
 
 

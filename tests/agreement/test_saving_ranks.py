@@ -263,8 +263,8 @@ def test_copies_are_resumed_by_fewer_ranks(two: Launch) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("owned", "each of 4 ranks had optimizer state of its own, here are 2"),
-        ("hand", "was another one on other ranks, and here are more or fewer of them"),
+        ("owned", "each of 4 ranks had optimizer state of its own, which cannot be assigned to 2 ranks"),
+        ("hand", "differed between ranks when it was saved, and there are more or fewer ranks now"),
     ],
 )
 def test_what_each_rank_had_of_its_own_is_refused_by_another_number_of_ranks(
@@ -308,12 +308,17 @@ def test_an_elastic_restart_goes_on_after_all_ranks_were_terminated_in_mid_resto
     for rank in range(4):
         before, again = (preempted.lines(name, rank) for name in ("ddp-preempted", "ddp-preempted-again"))
         assert not any("ended" in line for line in before)
-        assert (again[0]["resumed"], again[-1]["ended"], again[-1]["step"]) == (10, "end", 20)
+        assert (again[-1]["ended"], again[-1]["step"]) == ("end", 20)
         first = {line["step"]: line for line in before if "step" in line}
         both = [line for line in again if line.get("step") in first and "loss" in line]
-        assert [line["step"] for line in both[:3]] == [11, 12, 13]
+        # On a busy machine the command comes a boundary later, and step 15 is saved before it.
+        resumed = again[0]["resumed"]
+        assert resumed == 10 or (resumed == 15 and max(first) >= 15)
+        assert [line["step"] for line in both] == list(range(resumed + 1, max(first) + 1))
+        assert both or resumed == 15
         assert all({**line, "attempt": 0} == first[line["step"]] for line in both)
-    assert len({preempted.lines("ddp-preempted-again", rank)[0]["attempt"] for rank in range(4)}) == 1
+    begun = [preempted.lines("ddp-preempted-again", rank)[0] for rank in range(4)]
+    assert len({(line["attempt"], line["resumed"]) for line in begun}) == 1
     unknown = [r for r in preempted.controller.results["ddp-preempted"] if r.status == "unknown"]
     assert {(r.id, r.rank) for r in unknown} == {("rollback-1", rank) for rank in range(4)}
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_ranks import Plan, Simulation, back, knob
+from simulated_ranks import AGREED, Plan, Simulation, back, knob
 
+from fp8watch.actions.joint import Answer, Ask
 from fp8watch.errors import ActionError, CheckpointError
-from fp8watch.training.agreement import AllRanks, Fate, Joint
+from fp8watch.training.agreement import AllRanks, JointOutcome, RankOutcome, SingleProcess
+from fp8watch.training.agreement.base import MustStop
+from fp8watch.training.agreement.questions import agree_on_target
 
 
-def fates(sim: Simulation, command: str) -> list[list[tuple[str, int]]]:
+def outcomes(sim: Simulation, command: str) -> list[list[tuple[str, int]]]:
     return [[(r.status, r.step) for r in rank.results if r.id == command and r.verb == "apply"] for rank in sim.ranks]
 
 
 def test_a_command_takes_effect_on_every_rank_at_the_same_step():
     sim = Simulation(Plan(ranks=4, commands=[knob(0)], arrivals={(2, 0): 4})).run()
-    assert fates(sim, "a0") == [[("applied", 5), ("applied", 5)]] * 4  # applied, then read back
+    assert outcomes(sim, "a0") == [[("applied", 5), ("applied", 5)]] * 4  # applied, then read back
     assert all(rank.finished[5]["knob"] == 0 and rank.finished[6]["knob"] == 1 for rank in sim.ranks)
     assert sim.num_timeouts == 0
 
@@ -28,35 +33,35 @@ def test_a_refusal_by_one_rank_holds_for_all():
         Plan(commands=[knob(0), knob(1, "other")], arrivals={(r, 1): 3 for r in range(3)}, vetoes={(1, 0)})
     )
     sim.run()
-    assert [[status for status, _ in rank] for rank in fates(sim, "a0")] == [["vetoed"]] * 3
+    assert [[status for status, _ in rank] for rank in outcomes(sim, "a0")] == [["vetoed"]] * 3
     assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks)
 
 
 def test_a_command_that_never_reaches_one_rank_expires_by_its_step():
     sim = Simulation(Plan(commands=[knob(0, last_step=5)], arrivals={(1, 0): 99})).run()
     assert all(rank.state["knob"] == 0 for rank in sim.ranks)
-    assert [fates(sim, "a0")[rank] for rank in (0, 2)] == [[("expired", 5)]] * 2
+    assert [outcomes(sim, "a0")[rank] for rank in (0, 2)] == [[("expired", 5)]] * 2
 
 
 def test_a_command_that_never_reaches_one_rank_is_overtaken_by_the_next():
     late = {(1, 0): 99, **{(r, 1): 2 for r in range(3)}}
     sim = Simulation(Plan(commands=[knob(0), knob(1, "other")], arrivals=late)).run()
-    assert fates(sim, "a1") == [[("applied", 4), ("applied", 4)]] * 3  # one step more than without the first
-    assert [fates(sim, "a0")[rank] for rank in (0, 2)] == [[("expired", 4)]] * 2
+    assert outcomes(sim, "a1") == [[("applied", 4), ("applied", 4)]] * 3  # one step more than without the first
+    assert [outcomes(sim, "a0")[rank] for rank in (0, 2)] == [[("expired", 4)]] * 2
     assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks)
 
 
 def test_a_command_that_was_overtaken_is_not_begun_when_it_comes_at_last():
     late = {(1, 0): 6, **{(r, 1): 2 for r in range(3)}}
     sim = Simulation(Plan(commands=[knob(0), knob(1, "other")], arrivals=late)).run()
-    assert [[status for status, _ in rank] for rank in fates(sim, "a0")] == [["expired"]] * 3
+    assert [[status for status, _ in rank] for rank in outcomes(sim, "a0")] == [["expired"]] * 3
     assert all(rank.state["knob"] == 0 for rank in sim.ranks)
 
 
 def test_each_rank_lacks_another_one_and_what_all_of_them_hold_is_begun():
     late = {(rank, rank): 99 for rank in range(3)} | {(rank, 3): 3 for rank in range(3)}
     sim = Simulation(Plan(commands=[knob(i, "knob") for i in range(3)] + [knob(3, "other")], arrivals=late)).run()
-    assert fates(sim, "a3") == [[("applied", 5), ("applied", 5)]] * 3
+    assert outcomes(sim, "a3") == [[("applied", 5), ("applied", 5)]] * 3
     assert all(rank.state["knob"] == 0 and rank.state["other"] == 4 for rank in sim.ranks)
 
 
@@ -71,7 +76,7 @@ def test_a_newer_term_ends_what_only_some_ranks_hold_of_the_older():
     commands = [knob(0), knob(1, "other", term=2, sequence=1)]
     sim = Simulation(Plan(commands=commands, arrivals={(1, 0): 99, **{(r, 1): 3 for r in range(3)}})).run()
     assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks)
-    assert [status for status, _ in fates(sim, "a0")[0]] == ["vetoed"]
+    assert [status for status, _ in outcomes(sim, "a0")[0]] == ["vetoed"]
 
 
 def test_different_commands_under_one_number_are_not_begun():
@@ -88,7 +93,7 @@ def test_what_one_rank_cannot_do_no_rank_trains_on(error):
     assert [rank.stopped is None for rank in sim.ranks] == [is_clean] * 3
     if is_clean:  # the others have taken it back, before the next step
         assert all(rank.state["knob"] == 0 and len(rank.finished) == 10 for rank in sim.ranks)
-        assert [[status for status, _ in rank] for rank in fates(sim, "a0")] == [["failed"]] * 3
+        assert [[status for status, _ in rank] for rank in outcomes(sim, "a0")] == [["failed"]] * 3
 
 
 def test_what_cannot_be_taken_back_stops_the_ranks_that_have_it():
@@ -107,13 +112,95 @@ def test_a_rollback_goes_where_every_rank_can(damaged, reached):
     assert [rank.state["knob"] for rank in sim.ranks] == [reached] * 3
     assert not sim.disagreements()
     assert sim.num_timeouts == 0
-    assert {status for rank in fates(sim, "a0") for status, _ in rank} == {"applied" if reached else "failed"}
+    assert {status for rank in outcomes(sim, "a0") for status, _ in rank} == {"applied" if reached else "failed"}
 
 
 def test_a_rollback_that_fails_on_one_rank_after_the_questions_stops_all():
     sim = Simulation(Plan(commands=[back(0)], failures={(1, 0): CheckpointError})).run()
     assert all(rank.stopped is not None for rank in sim.ranks)
     assert not sim.disagreements()
+
+
+@pytest.mark.parametrize("error", [ActionError, CheckpointError, OSError, ValueError, RuntimeError, MemoryError])
+@pytest.mark.parametrize("question", range(5))
+def test_an_error_while_a_target_is_chosen_cancels_the_rollback_on_all_ranks_and_nothing_else(error, question):
+    """The others wait for an answer of this rank: it must come, and none too many, or later rounds do not match."""
+    everywhere = {(rank, target) for rank in (0, 2) for target in (0, 1, 2)}  # so that each question is asked
+    later = knob(1, "other")
+    plan = Plan(
+        commands=[back(0), later], arrivals={(rank, 1): 6 for rank in range(3)}, lost={(1, question): error},
+        damaged=everywhere,
+    )  # fmt: skip
+    sim = Simulation(plan).run()
+    assert sim.num_timeouts == 0
+    assert [[status for status, _ in rank] for rank in outcomes(sim, "a0")] == [["failed"]] * 3
+    assert all(rank.stopped is None and len(rank.finished) == 10 for rank in sim.ranks)
+    assert all(rank.state["other"] == 2 and rank.state["knob"] == 0 for rank in sim.ranks)  # they still act together
+    said = [result.detail for result in sim.ranks[1].results if result.id == "a0"]
+    assert said == ["cannot be told here" if error in (ActionError, CheckpointError) else
+                    f"nothing was done: {error.__name__}: cannot be told here"]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [ActionError, RuntimeError])
+def test_an_error_once_a_target_is_agreed_on_stops_all_ranks(error):
+    """The others are there already."""
+    sim = Simulation(Plan(commands=[back(0)], lost={(1, AGREED): error})).run()
+    assert sim.num_timeouts == 0
+    assert all(rank.stopped is not None for rank in sim.ranks)
+    assert not sim.disagreements()
+
+
+class OddAgreement(SingleProcess):
+    """Its transport fails in a way that it does not foresee."""
+
+    def __init__(self) -> None:
+        self.abandoned: list[str] = []
+
+    def lowest(self, answer: int, about: str) -> int:
+        raise ValueError("odd")
+
+    def abandon(self, reason: str) -> None:
+        self.abandoned.append(reason)
+
+
+def test_answers_that_are_lost_in_any_way_stop_this_rank():
+    agreement = OddAgreement()
+    with pytest.raises(MustStop, match="it is unknown whether the other ranks go on with this action"):
+        agree_on_target(agreement, Chooses(), back(0), 1, "")
+    assert agreement.abandoned == ["ValueError: odd"]
+
+
+class Chooses:
+    """Asks what `answers` says, and returns as if all were well."""
+
+    name = "rollback"
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = answers or (Answer.YES,)
+
+    def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
+        for number, answer in enumerate(self.answers):
+            ask(answer, str(number) if number else "begin")
+
+
+@pytest.mark.parametrize(
+    ("answers", "cannot"),
+    [
+        ((Answer.YES, Answer.YES), ""), ((Answer.YES, Answer.DAMAGED, Answer.YES), ""),
+        ((Answer.YES,), "no target was agreed on"), ((Answer.YES, Answer.DAMAGED), "no target was agreed on"),
+        ((Answer.CANNOT,), "no target was agreed on"),
+    ],
+)  # fmt: skip
+def test_an_action_that_returns_without_a_target_is_not_applied(answers, cannot):
+    assert agree_on_target(SingleProcess(), Chooses(*answers), back(0), 1, "") == cannot
+
+
+def test_a_check_that_fails_on_one_rank_refuses_the_command_on_all():
+    sim = Simulation(Plan(commands=[knob(0), knob(1, "other")], unsure={(1, 0): OSError},
+                          arrivals={(rank, 1): 6 for rank in range(3)})).run()  # fmt: skip
+    assert [[status for status, _ in rank] for rank in outcomes(sim, "a0")] == [["vetoed"]] * 3
+    assert "could not be checked: OSError" in next(r.detail for r in sim.ranks[1].results if r.id == "a0")
+    assert all(rank.stopped is None and rank.state["other"] == 2 and rank.state["knob"] == 0 for rank in sim.ranks)
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -153,6 +240,13 @@ def plans(draw: st.DrawFn) -> Plan:
         arrivals=draw(st.dictionaries(some, step, max_size=6)),
         vetoes=draw(st.sets(some, max_size=1)),
         failures=draw(st.dictionaries(some, st.sampled_from([ActionError, RuntimeError]), max_size=1)),
+        lost=draw(
+            st.dictionaries(
+                st.tuples(rank, st.sampled_from([*range(5), AGREED])),
+                st.sampled_from([ActionError, OSError, RuntimeError]),
+                max_size=2,
+            )
+        ),
         kills=draw(st.dictionaries(rank, st.integers(1, 1500), max_size=2)),
         lasts=draw(st.dictionaries(rank, st.integers(6, 9), max_size=1)),
         bad=draw(st.sets(st.tuples(rank, step), max_size=3)),
@@ -191,7 +285,7 @@ def test_what_all_ranks_hold_is_ruled_on_within_five_steps(plan):
     for index, command in enumerate(plan.commands):
         held = max(plan.arrivals[rank, index] for rank in range(plan.ranks))
         if held < 99:
-            ruled = {max(step for _, step in rank[:1]) if rank else 99 for rank in fates(sim, command.id)}
+            ruled = {max(step for _, step in rank[:1]) if rank else 99 for rank in outcomes(sim, command.id)}
             assert max(ruled) <= held + 5
 
 
@@ -202,8 +296,8 @@ class TrustsTheOthers(AllRanks):
         self._rounds.lose(reason)
         self._end(reason)
 
-    def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
-        return Joint("same")
+    def confirm(self, outcome: RankOutcome, *, can_undo: bool) -> JointOutcome:
+        return JointOutcome("same")
 
 
 def test_the_simulation_finds_what_a_careless_protocol_does_wrong():

@@ -158,7 +158,7 @@ def test_revert_of_what_this_process_never_applied_fails(rig):
 @pytest.mark.parametrize(
     ("fields", "status", "detail"),
     [
-        ({"last_step": 4}, "expired", "after step 4"),
+        ({"last_step": 4}, "expired", "had to begin by step 4"),
         ({"attempt": 1}, "expired", "attempt 1"),
         ({"action": "conjure"}, "unavailable", "conjure"),
     ],

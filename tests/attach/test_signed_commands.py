@@ -69,7 +69,7 @@ def test_a_signed_command_is_not_done_twice(trainer, channel, signer):
     ("start", "status", "detail"),
     [
         ("the last start", "expired", "decided for another start of this run"),
-        ("", "vetoed", "names no start of the run: controller or agent is of an earlier version"),
+        ("", "vetoed", "it does not say for which start of the run: upgrade controller and agent to this version"),
     ],
 )
 def test_what_was_signed_for_another_start_is_refused_and_answered(trainer, channel, signer, start, status, detail):

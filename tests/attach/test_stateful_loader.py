@@ -138,7 +138,7 @@ def test_samples_that_are_dealt_out_are_dealt_out_anew(saved: int, here: int) ->
     assert len(set(seen) & set(later)) <= here * BATCH
 
 
-@pytest.mark.parametrize(("here", "said"), [(4, "a part of this epoch is never seen"), (1, "may be seen twice")])
+@pytest.mark.parametrize(("here", "said"), [(4, "part of this epoch is never seen"), (1, "may be seen twice")])
 def test_a_position_that_cannot_be_dealt_out_anew_is_said_as_it_is(here: int, said: str) -> None:
     """Whatever deals out the samples is hidden inside of the loader."""
     batches = Batches(Drawing())

@@ -169,7 +169,7 @@ def test_copies_save_it_once_where_it_is_equal(tmp_path: Path, is_equal: bool) -
     if is_equal:
         assert others.runs[2].manager.load(name_of(1), allow_without_data=True).also["counter"]["count"] == 1
     else:
-        with pytest.raises(Unfit, match="state given as also= of its own, here are 3"):
+        with pytest.raises(Unfit, match="state given as also= of its own, which cannot be assigned to 3 ranks"):
             others.runs[2].manager.load(name_of(1), allow_without_data=True)
 
 

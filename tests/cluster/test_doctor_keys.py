@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from fp8watch.cli import build
 from fp8watch.commands import doctor_keys
 from fp8watch.commands.doctor_parties import Party
-from fp8watch.controller.cluster import standing
+from fp8watch.controller.cluster import presence
+from fp8watch.controller.cluster.presence import ControllerPresence
 from fp8watch.controller.cluster.redis_keys import ACTIVE, CONTROLLERS, DISARM, NODES, RunKeys
 from fp8watch.controller.cluster.redis_link import connect
-from fp8watch.controller.cluster.standing import Standing
 from fp8watch.security import KeyRing
 from fp8watch.settings import Settings
 
@@ -166,9 +166,9 @@ def test_the_socket_of_a_killed_agent_is_named(made: Cluster) -> None:
 def test_a_controller_is_listed_only_while_it_is_there(made: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.closing(made.redis.store()) as store:
         client = store.link.client
-        for name, age in {"dead": standing.FORGET_SECONDS + 60, "silent": 60.0}.items():
+        for name, age in {"dead": presence.FORGET_SECONDS + 60, "silent": 60.0}.items():
             client.hset(CONTROLLERS, name, json.dumps({"time_unix": time.time() - age}))
-        thread = Standing(lambda: connect(made.redis.url), "c-1", lambda: True, {"max_mode": "auto"})
+        thread = ControllerPresence(lambda: connect(made.redis.url), "c-1", lambda: True, {"max_mode": "auto"})
         thread.start()
         wait_for(lambda: sorted(client.hkeys(CONTROLLERS)) == [b"c-1", b"silent"])
         found = doctor(made)[1]
@@ -180,7 +180,7 @@ def test_a_controller_is_listed_only_while_it_is_there(made: Cluster, caplog: py
         assert client.hkeys(CONTROLLERS) == [b"silent"]
 
         client.execute_command("ACL", "SETUSER", "old", "on", ">p", "allkeys", "+@all", "-hset")
-        denied = Standing(lambda: connect(f"unix://old:p@{made.redis.path}"), "c-2", lambda: True, {})
+        denied = ControllerPresence(lambda: connect(f"unix://old:p@{made.redis.path}"), "c-2", lambda: True, {})
         denied.start()
         wait_for(lambda: "will not see this controller" in caplog.text)
         denied.stop()

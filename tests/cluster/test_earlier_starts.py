@@ -95,7 +95,7 @@ def test_an_old_approval_does_not_count_for_another_action_that_has_its_id(tmp_p
         halt = waiting(store, job)
         assert (halt.action, halt.id.encode() in kept) == ("halt", True)
         redis.hset(approvals, mapping=kept)
-        wait_for(lambda: "a verdict does not count" in second.text(), 25, "a refusal")
+        wait_for(lambda: "an approval or refusal is ignored" in second.text(), 25, "a refusal")
         job.train(10, nan_every=0)
         assert [action.status for action in store.read("r", ActionRecord) if action.id == halt.id] == ["waiting"]
         assert job.ranks[0].applied == []

@@ -122,7 +122,7 @@ def test_an_agent_of_a_version_that_is_not_read_is_named_and_the_next_is_heard(
         other.setattr(wire, "WIRE_VERSION", version)
         fields = entry(Sealer("n3", 1, RING), make.hello("r"))
     assert made.enter("r", b"1-0", fields).message is None
-    assert made.glance("r", fields[b"e"]) is None
+    assert made.peek("r", fields[b"e"]) is None
     assert made.refused == {("r", "version"): 1}
     assert f"node 'n3' speaks wire version {version}" in caplog.text
     # Under the signature: who relays it cannot make it another version's.

@@ -16,7 +16,7 @@ from fake_agents import Agents, rounds
 from hand_made import RawClient
 
 from fp8watch import wire
-from fp8watch.controller.cluster.aside import FIRST_SECONDS, MAX_SECONDS, Aside
+from fp8watch.controller.cluster.aside import FIRST_SECONDS, MAX_SECONDS, SetAsideRuns
 from fp8watch.controller.cluster.program import ClusterProgram
 from fp8watch.controller.cluster.redis_keys import ACTIVE, RunKeys
 from fp8watch.controller.stores.redis import RedisStore
@@ -42,18 +42,18 @@ class Clock:
 
 def test_a_run_is_set_aside_for_longer_each_time_and_begins_anew_when_it_was_well() -> None:
     clock = Clock()
-    aside = Aside(clock)
+    aside = SetAsideRuns(clock)
     assert aside.is_due("r")
-    assert aside.put("r") == FIRST_SECONDS
+    assert aside.set_aside("r") == FIRST_SECONDS
     assert not aside.is_due("r")
     assert aside.may_use_memory("r"), "what was read since is to blame first"
     clock.now += FIRST_SECONDS
     assert aside.is_due("r")
-    assert aside.put("r") == 2 * FIRST_SECONDS
+    assert aside.set_aside("r") == 2 * FIRST_SECONDS
     assert not aside.may_use_memory("r")
-    assert [aside.put("r") for _ in range(10)][-1] == MAX_SECONDS
+    assert [aside.set_aside("r") for _ in range(10)][-1] == MAX_SECONDS
     clock.now += 2 * MAX_SECONDS + 1
-    assert aside.put("r") == FIRST_SECONDS
+    assert aside.set_aside("r") == FIRST_SECONDS
     assert aside.may_use_memory("r")
     assert aside.times["r"] == 13
 

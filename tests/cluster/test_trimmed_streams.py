@@ -101,7 +101,7 @@ def test_what_is_still_in_the_stream_is_taken_in_its_order(store: RedisStore, ca
     second = controller(store, "second")
     rounds(second)
     assert found(store) == {58}
-    assert "not in the stream any more" not in caplog.text
+    assert "no longer in the stream" not in caplog.text
     assert second.runs.unseen.counts["r"] == {}
     pilot = second.runs.pilot("r")
     assert pilot is not None

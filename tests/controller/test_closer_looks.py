@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8watch import columns, what_if, wire
-from fp8watch.controller.closer import REST_STEPS, CloserBook
+from fp8watch.controller.closer import MIN_STEPS_APART, CloserLooks
 from fp8watch.controller.merge import merge
 from fp8watch.controller.run import RunPilot
 from fp8watch.detect.base import Sample
@@ -59,7 +59,7 @@ def finding(step: int = 9, **more: Any) -> Finding:
 
 
 def test_figures_are_kept_by_name_and_merged_over_ranks():
-    book = CloserBook()
+    book = CloserLooks()
     book.take(sample(frame(7)))
     assert book.comparisons == {}
     # Rank 1 has thinned its sampling: its step holds no figures and does not dilute those of rank 0.
@@ -79,29 +79,29 @@ def test_figures_are_kept_by_name_and_merged_over_ranks():
 
 
 def test_a_finding_shows_what_was_seen_since_its_onset_else_what_amax_predicts():
-    book = CloserBook()
+    book = CloserLooks()
     clipping = frame(9, scale=4.0)
-    predicted = book.explained(finding(), sample(clipping)).evidence["what_if_predicted"]
+    predicted = book.with_closer_look(finding(), sample(clipping)).evidence["what_if_predicted"]
     assert predicted["as_is"]["saturation"] == pytest.approx(0.18, abs=0.01)  # four times too large
     assert predicted["margin_2"]["saturation"] < 1e-4
     book.take(sample(frame(8, is_close=True, saturated=200)))
-    seen = book.explained(finding(), sample(clipping)).evidence
+    seen = book.with_closer_look(finding(), sample(clipping)).evidence
     assert seen["what_if"]["step"] == 8
     assert seen["what_if"]["as_is"]["saturation"] == 0.2
     assert seen["shadow_error"] == pytest.approx(0.3)
-    stale = book.explained(finding(onset_step=9), sample(clipping)).evidence
+    stale = book.with_closer_look(finding(onset_step=9), sample(clipping)).evidence
     assert "what_if" not in stale
     assert "what_if_predicted" in stale
-    assert book.explained(finding(cause="data"), sample(clipping)).evidence == {}
+    assert book.with_closer_look(finding(cause="data"), sample(clipping)).evidence == {}
 
 
 def test_an_incident_is_asked_about_once_and_inquiries_keep_their_distance():
-    book = CloserBook()
+    book = CloserLooks()
     first = book.inquiry("r", 0, [finding()], seen=9)
     assert first == Inquiry(run="r", attempt=0, step=9, modules=["fc"])
-    assert book.inquiry("r", 0, [finding(incident="j")], seen=9 + REST_STEPS - 1) is None
-    assert book.inquiry("r", 0, [finding()], seen=9 + REST_STEPS) is None  # the same incident
-    assert book.inquiry("r", 0, [finding(incident="j")], seen=9 + REST_STEPS) is not None
+    assert book.inquiry("r", 0, [finding(incident="j")], seen=9 + MIN_STEPS_APART - 1) is None
+    assert book.inquiry("r", 0, [finding()], seen=9 + MIN_STEPS_APART) is None  # the same incident
+    assert book.inquiry("r", 0, [finding(incident="j")], seen=9 + MIN_STEPS_APART) is not None
     for other in (finding(incident="k", cause="hardware"), finding(incident="l", layers=[]),
                   finding(incident="m", layers=[str(i) for i in range(9)])):  # fmt: skip
         assert book.inquiry("r", 0, [other], seen=500) is None

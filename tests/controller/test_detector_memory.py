@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8watch import columns
-from fp8watch.controller import recollection
+from fp8watch.controller import detector_memory
 from fp8watch.controller.service import RunController
 from fp8watch.controller.stores.base import Store
 from fp8watch.controller.stores.memory import MemoryStore
@@ -92,9 +92,9 @@ def test_a_restarted_controller_stands_where_one_that_stayed_does() -> None:
     again = RunController(store, clock=lambda: 1.0)
     again.receive(hello(96))
     kept, restarted = (controller._runs["r"].pilot for controller in (controllers[0], again))
-    assert kept.standing().evidence
-    assert kept.standing().seen == 96
-    assert restarted.standing() == kept.standing()
+    assert kept.progress().evidence
+    assert kept.progress().seen == 96
+    assert restarted.progress() == kept.progress()
     assert list(restarted.open_incidents()) == list(kept.open_incidents())
 
 
@@ -104,8 +104,8 @@ def test_without_frames_but_since_the_last_state_it_is_the_same() -> None:
 
 def test_without_the_memory_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(MemoryStore())
-    monkeypatch.setattr(recollection, "SAVE_EVERY", 10**9)
-    monkeypatch.setattr("fp8watch.controller.run.state_if_due", lambda standing, pipeline, has_news: [])
+    monkeypatch.setattr(detector_memory, "SAVE_EVERY", 10**9)
+    monkeypatch.setattr("fp8watch.controller.run.state_if_due", lambda progress, pipeline, has_news: [])
     assert run(MemoryStore(), (95,)) != whole
 
 
@@ -118,7 +118,7 @@ def test_a_state_that_cannot_be_read_costs_the_past_and_nothing_else(caplog: pyt
     )
     second = RunController(store, clock=lambda: 1.0)
     second.receive(hello(5))
-    assert any("begin anew" in record.getMessage() for record in caplog.records)
+    assert any("start without history" in record.getMessage() for record in caplog.records)
     for step in range(6, 12):
         second.receive(
             StepFrame(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8watch.actions.base import Applied, ReadBack
-from fp8watch.controller.commands import CommandDesk
+from fp8watch.controller.commands import CommandTracker
 from fp8watch.records import CommandResult
 from fp8watch.settings import Settings
 from fp8watch.training.agreement import SingleProcess
@@ -48,7 +48,7 @@ def test_layers_go_back_one_at_a_time(tmp_path: Path) -> None:
         journal=Journal(tmp_path, 0), agreement=SingleProcess(), disarm=Disarm(Settings(dir=tmp_path), "r"),
         mode="auto", send=answers.append, attempt=lambda: 0, start="this start", on_broken=lambda reason: None,
     )  # fmt: skip
-    desk = CommandDesk("r", term=1)
+    desk = CommandTracker("r", term=1)
     everywhere = frozenset({0})
 
     def carry_out(verb: Any, params: dict[str, Any], step: int) -> str:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from controller_sim import Box, Signal
 
-from fp8watch.controller.commands import CommandDesk
+from fp8watch.controller.commands import CommandTracker
 from fp8watch.controller.processes import is_same_process, is_started_anew
 from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.detect.base import Sample
@@ -57,7 +57,7 @@ def test_all_that_ranks_are_told_names_their_start(start: str) -> None:
 
 
 def test_an_answer_to_an_earlier_start_s_command_of_the_same_id_is_none_to_this_one() -> None:
-    desk = CommandDesk("r", term=1)
+    desk = CommandTracker("r", term=1)
     ranks = frozenset({0})
     command = desk.issue("r-1.0001", "apply", "halt", {}, step=5, seen=5, attempt=0, ranks=ranks, start="second")
     answer = CommandResult(

@@ -16,7 +16,7 @@ MAX_REST_SECONDS = 30.0
 
 
 @dataclass(slots=True)
-class Aside:
+class SetAsideRuns:
     """`clock` is monotonic, in seconds."""
 
     clock: Callable[[], float]
@@ -26,7 +26,7 @@ class Aside:
     _until: dict[str, float] = field(default_factory=dict)
     _rests: dict[str, float] = field(default_factory=dict)
 
-    def put(self, run: str) -> float:
+    def set_aside(self, run: str) -> float:
         """Set a run aside. Returns for how many seconds: longer each time."""
         now = self.clock()
         if now - self._until.get(run, now) > MAX_SECONDS:  # it has been well since
@@ -37,7 +37,7 @@ class Aside:
         self._until[run] = now + seconds
         return seconds
 
-    def rest(self, run: str) -> None:
+    def look_later(self, run: str) -> None:
         """An agent says it has ranks of a run that is over, and nothing that counts is heard of them: no need to look
         again at once."""
         now = self.clock()

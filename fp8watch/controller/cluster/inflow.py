@@ -200,7 +200,7 @@ class Inflow:
         self.taken[run] += 1
         return Entered(run, name, message, envelope.sender, (envelope.incarnation, envelope.sequence))
 
-    def glance(self, run: str, data: bytes) -> Entered | None:
+    def peek(self, run: str, data: bytes) -> Entered | None:
         """A sealed message of a run that is stored outside the stream, without an entry's id; None if not genuine. The
         order is not checked."""
         try:

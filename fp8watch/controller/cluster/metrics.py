@@ -147,7 +147,7 @@ class ControllerExporter(Collector):
         self._access = access or MetricsAccess()
         self._tally = tally
         self._departed = Departed(tally.clock, ttl_seconds=ENDED_TTL_SECONDS, most=MAX_RUNS)
-        tally.on_run = self._let_go
+        tally.on_run = self._forget_departed
         self._server: Any = None
         self.url = ""
 
@@ -170,7 +170,7 @@ class ControllerExporter(Collector):
 
     def collect(self) -> Iterator[Any]:
         """All metrics that have a value now."""
-        self._let_go()
+        self._forget_departed()
         program = self._program
         holder, inflow = program.lease.holder, program.inflow
         found: dict[str, _Samples] = {
@@ -200,7 +200,7 @@ class ControllerExporter(Collector):
             if samples:
                 yield family
 
-    def _let_go(self) -> None:
+    def _forget_departed(self) -> None:
         program = self._program
         inflow = program.inflow
         counts: list[Counts] = [

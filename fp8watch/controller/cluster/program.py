@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from fp8watch.controller.cluster import redis_keys
-from fp8watch.controller.cluster.aside import Aside
+from fp8watch.controller.cluster.aside import SetAsideRuns
 from fp8watch.controller.cluster.contest import Contests
 from fp8watch.controller.cluster.holders import Refusal
 from fp8watch.controller.cluster.inflow import Entered, Inflow
@@ -95,7 +95,7 @@ class ClusterProgram:
         self._is_away = False
         self.errors: Counter[str] = Counter()
         """Reason -> number of failures."""
-        self.aside = Aside(clock)
+        self.aside = SetAsideRuns(clock)
         self._contests = Contests(link, clock)
         self._takeover = Takeover(self.store, self.outbox, self.inflow, self.runs, self._signer, self.errors)
         self.takeovers = 0
@@ -130,7 +130,7 @@ class ClusterProgram:
             except Exception:
                 # Of no single run. Ending would only pass it on to the next controller, or to a restart.
                 self.errors["internal"] += 1
-                logger.exception("a round failed: starting over")
+                logger.exception("a round of this controller failed: it gives the lease up and applies for it again")
                 self._step_down()
                 self._stopping.wait(MAX_RETRY_SECONDS)
             if self._is_away:
@@ -195,12 +195,12 @@ class ClusterProgram:
     def _catch_up(self, run: str) -> None:
         """Frames come that cannot be judged: take what their ranks have said and the stream does not have."""
         missed = self._takeover.missed(run)
-        self.runs.explained(run)
+        self.runs.has_caught_up(run)
         has_found = any(not self.runs.refusal(item.message, item.node) for item in missed if item.message is not None)
         times = self._progress[run].caught_up(self._clock(), has_found=has_found)
         self._take(missed)
         if times > ABANDONED_TIMES and self.runs.pilot(run) is None and self._takeover.is_abandoned(run):
-            self._let_go(run, "no agent says that it has ranks of it")
+            self._close_run(run, "no agent says that it has ranks of it")
 
     # One run's failure is its own
 
@@ -217,7 +217,7 @@ class ClusterProgram:
 
     def _set_aside(self, run: str, error: Exception) -> None:
         """Take a run away for a while, and acknowledge what was read of it: the cause must not come back with it."""
-        seconds = self.aside.put(run)
+        seconds = self.aside.set_aside(run)
         logger.error("run %s cannot be processed and is set aside for %.0f s", run, seconds, exc_info=error)
         self._backlog = deque(entry for entry in self._backlog if entry.run != run)
         done = self._progress.pop(run, Progress()).read()
@@ -277,7 +277,7 @@ class ClusterProgram:
         logger.log(level, "run %s: %s from node %s, which does not hold it, refused", entry.run, kind, entry.node)
         pilot = self.runs.pilot(entry.run)
         if isinstance(message, NodeFrame) and pilot is not None:
-            pilot.is_puzzled = True  # its hello may have been missed
+            pilot.needs_catch_up = True  # its hello may have been missed
         if isinstance(message, Hello) and pilot is not None:
             self._contests.refused(message, entry.node, pilot.ranks, self.runs.nodes[entry.run])
 
@@ -342,7 +342,7 @@ class ClusterProgram:
         for run in self.runs.names():
             self._alone(run, lambda run=run: self._look_at(run, is_active=run in active))  # type: ignore[misc]
         for run in self.inflow.following():
-            if self._progress[run].may_catch_up(self._clock(), is_puzzled=self.runs.is_puzzled(run)):
+            if self._progress[run].may_catch_up(self._clock(), needs_catch_up=self.runs.needs_catch_up(run)):
                 self._alone(run, lambda run=run: self._catch_up(run))  # type: ignore[misc]
         self._retention.step(active | self.inflow.following())
         if self._clock() - self._lag_at >= 5.0:
@@ -354,15 +354,15 @@ class ClusterProgram:
         if self.outbox.is_waiting(run):
             self._commit(run)
         if record is not None and record.state != "running" and is_active and self._is_over(run):
-            self._let_go(run, record.state)
+            self._close_run(run, record.state)
 
-    def _let_go(self, run: str, why: str) -> None:
+    def _close_run(self, run: str, why: str) -> None:
         self.outbox.over(run)
         self._commit(run)
         self.runs.forget(run)
         self.inflow.leave(run)
         has_heard = self._progress.pop(run, Progress()).has_heard
-        self.aside.over(run) if has_heard else self.aside.rest(run)
+        self.aside.over(run) if has_heard else self.aside.look_later(run)
         logger.info("run %s is over (%s)", run, why)
 
     def _is_over(self, run: str) -> bool:

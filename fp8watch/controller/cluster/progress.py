@@ -36,9 +36,9 @@ class Progress:
         if entry_id:
             self.done.append(entry_id)
 
-    def may_catch_up(self, now: float, *, is_puzzled: bool) -> bool:
+    def may_catch_up(self, now: float, *, needs_catch_up: bool) -> bool:
         """Whether to look for what the stream does not have. `now`: by a monotonic clock."""
-        return is_puzzled and now >= self._catch_up_at
+        return needs_catch_up and now >= self._catch_up_at
 
     def caught_up(self, now: float, *, has_found: bool) -> int:
         """It was looked for: next time later, as long as nothing is found. Returns how often it was not, in a row."""

@@ -62,7 +62,9 @@ class Retention:
         except ResponseError as error:
             if not self._is_denied:
                 self._is_denied = True
-                logger.warning("what is left of old runs cannot be removed: %s: renew docs/redis-acl.conf", error)
+                logger.warning(
+                    "what is left of old runs cannot be removed: %s: apply this version's docs/redis-acl.conf", error
+                )
 
     def _step(self, busy: Set[str]) -> None:
         redis_seconds = float(self._redis.time()[0])

@@ -37,7 +37,7 @@ class ClusterPilot(RunPilot):
     """Decides for one run whose frames arrive node by node."""
 
     saves_detectors = False  # a standby gets the memory of the whole pilot
-    is_puzzled = False
+    needs_catch_up = False
     """A frame came that fits no hello or no layout known here: the ranks may have said what never arrived."""
 
     _merger: NodeMerger
@@ -51,9 +51,9 @@ class ClusterPilot(RunPilot):
         """Take a node's frame of one step."""
         if frame.attempt != self.attempt:
             self._unseen["superseded" if frame.attempt < self.attempt else "unannounced"] += len(frame.ranks)
-            self.is_puzzled = True
+            self.needs_catch_up = True
             return
-        self.is_puzzled |= frame.step <= self._merger.closed or not self._merger.can_read(frame)
+        self.needs_catch_up |= frame.step <= self._merger.closed or not self._merger.can_read(frame)
         for sample in self._merger.node(frame):
             self._observe(sample)
 
@@ -73,7 +73,7 @@ class ClusterPilot(RunPilot):
     def begin_term(self, term: int) -> None:
         """Number commands under a term that no rank has seen, as this controller takes over. Commands already sent
         stay in progress."""
-        self._desk.learn_term(max(term, self._desk.term + 1) - 1)
+        self._tracker.learn_term(max(term, self._tracker.term + 1) - 1)
 
     def know_layouts(self, layouts: list[Layout]) -> None:
         """Learn the stored layouts of the current attempt."""
@@ -163,15 +163,15 @@ class ClusterController(RunController):
                 found.setdefault(node, []).append(rank)
         return found
 
-    def is_puzzled(self, name: str) -> bool:
+    def needs_catch_up(self, name: str) -> bool:
         """Whether frames came that cannot be judged by what is known here."""
         pilot = self.pilot(name)
-        return pilot is None or pilot.is_puzzled
+        return pilot is None or pilot.needs_catch_up
 
-    def explained(self, name: str) -> None:
+    def has_caught_up(self, name: str) -> None:
         """What could be found out about those frames is known now."""
         if (pilot := self.pilot(name)) is not None:
-            pilot.is_puzzled = False
+            pilot.needs_catch_up = False
 
     def memory(self, name: str) -> bytes | None:
         """Everything known about a run, for a successor; None if the run is unknown."""

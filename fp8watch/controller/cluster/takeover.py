@@ -94,7 +94,7 @@ class Takeover:
         news = [item for item in news if _is_trimmed(item, ahead.get(item.node))]
         if heard := [item for item in news if item.message and not self._runs.refusal(item.message, item.node)]:
             shown = ", ".join(f"{_WORDS[type(item.message)]} of {item.node}" for item in heard[:8])
-            logger.warning("run %s: not in the stream any more, taken from beside it: %s", run, shown)
+            logger.warning("run %s: no longer in the stream, so read from the run's hash of ranks: %s", run, shown)
         return news
 
     def _of_living(self, run: str, said: list[Entered]) -> list[Entered]:
@@ -116,7 +116,9 @@ class Takeover:
         try:
             return self._inflow.ahead(run, nodes)
         except ResponseError as error:  # not allowed by an older ACL: better heard twice than never
-            logger.warning("run %s: cannot look ahead: %s", run, error)
+            logger.warning(
+                "run %s: entries still to come cannot be read (%s), so some may be processed twice", run, error
+            )
             return {}
 
     def _recall(self, run: str) -> list[bytes | None]:
@@ -160,7 +162,7 @@ class Takeover:
 
     def _said(self, run: str) -> list[Entered]:
         """The genuine ones of what is kept beside the stream: hellos as `_hellos`, then layouts."""
-        found = [item for data in self._redis.hvals(RunKeys(run).ranks) if (item := self._inflow.glance(run, data))]
+        found = [item for data in self._redis.hvals(RunKeys(run).ranks) if (item := self._inflow.peek(run, data))]
         return sorted(found, key=lambda item: _place(item.message))
 
 

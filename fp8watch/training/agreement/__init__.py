@@ -9,11 +9,20 @@ from fp8watch.training.agreement.all_ranks import AllRanks
 from fp8watch.training.agreement.base import (
     Agreement,
     Candidate,
-    Fate,
-    Joint,
+    JointOutcome,
     ObserveOnly,
+    RankOutcome,
     Ruling,
     SingleProcess,
 )
 
-__all__ = ["Agreement", "AllRanks", "Candidate", "Fate", "Joint", "ObserveOnly", "Ruling", "SingleProcess"]
+__all__ = [
+    "Agreement",
+    "AllRanks",
+    "Candidate",
+    "JointOutcome",
+    "ObserveOnly",
+    "RankOutcome",
+    "Ruling",
+    "SingleProcess",
+]

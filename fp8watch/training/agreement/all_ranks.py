@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from fp8watch.training.agreement.base import Candidate, Fate, Joint, MustStop, Ruling, asks_first
+from fp8watch.training.agreement.base import Candidate, JointOutcome, MustStop, RankOutcome, Ruling, asks_first
 from fp8watch.training.agreement.rounds import (
     ABSTAINS,
     CANNOT,
@@ -19,7 +19,7 @@ from fp8watch.training.agreement.rounds import (
     Rounds,
     compare,
     pack_answer,
-    pack_fate,
+    pack_outcome,
     pack_verdict,
     read_answer,
     read_norms,
@@ -93,17 +93,17 @@ class AllRanks:
             self._end(self._rounds.over)
         return ruling
 
-    def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
+    def confirm(self, outcome: RankOutcome, *, can_undo: bool) -> JointOutcome:
         """See `Agreement`."""
         if self._rounds.over is not None:
-            return Joint("same")
+            return JointOutcome("same")
         try:
-            reduced = self._votes.start(pack_fate(self._rank, fate, can_undo=can_undo)).wait(self._wait_seconds)
+            reduced = self._votes.start(pack_outcome(self._rank, outcome, can_undo=can_undo)).wait(self._wait_seconds)
         except TransportLost as error:
             self._rounds.lose(str(error))
             self._end(str(error))
-            return Joint("stop", str(error))
-        return compare(fate, reduced)
+            return JointOutcome("stop", str(error))
+        return compare(outcome, reduced)
 
     def lowest(self, answer: int, about: str) -> int:
         """See `Agreement`."""
@@ -114,7 +114,9 @@ class AllRanks:
         except TransportLost as error:
             self._rounds.lose(str(error))
             self._end(str(error))
-            raise MustStop(f"whether the other ranks go on with {about} is not known: {error}") from error
+            raise MustStop(
+                f"it is unknown whether the other ranks go on with this action ({about}): {error}"
+            ) from error
 
     def due(self, candidates: Sequence[Candidate], step: int) -> list[Ruling]:
         """See `Agreement`."""
@@ -208,7 +210,9 @@ class AllRanks:
         command = self._rounds.lose(reason)
         self._end(reason)
         if command is not None:
-            raise MustStop(f"{command.action} was voted for, and whether other ranks began it is not known: {reason}")
+            raise MustStop(
+                f"all ranks may have begun {command.action}, and this one got no result of the vote: {reason}"
+            )
 
     def _lost_verdict(self, reason: str) -> None:
         """Find out why a verdict is lost. If a rank has left in an orderly way, which the votes show, this rank goes on
@@ -224,10 +228,10 @@ class AllRanks:
             return
         self._rounds.lose(reason)
         self._end(reason)
-        raise MustStop(f"whether the other ranks leave this update out is not known: {reason}")
+        raise MustStop(f"it is unknown whether the other ranks skip this update: {reason}")
 
     def _end(self, reason: str) -> None:
-        self.unavailable = f"ranks cannot agree any more: {reason}"
+        self.unavailable = f"the ranks can no longer agree on actions: {reason}"
         self._pending = None
         self._release()
         self.on_over(self.unavailable)

@@ -34,7 +34,7 @@ class Ruling:
     refusal: Refusal | None = None
 
 
-class Fate(IntEnum):
+class RankOutcome(IntEnum):
     """Outcome of a command on this rank. The order matters: the minimum over ranks is taken."""
 
     UNKNOWN = 0
@@ -45,7 +45,7 @@ class Fate(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class JointOutcome:
     """Outcome of a command over all ranks, and what this rank has to do next."""
 
     verdict: Literal["same", "undo", "stop"]
@@ -74,7 +74,7 @@ class Agreement(Protocol):
     def settle(self, step: int) -> Ruling | None:
         """Wait for the result of the previous boundary's vote. None: no command was decided. Raises `MustStop`."""
 
-    def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
+    def confirm(self, outcome: RankOutcome, *, can_undo: bool) -> JointOutcome:
         """Wait for the outcome of a command on all ranks. `can_undo`: it can be reverted on this rank."""
 
     def lowest(self, answer: int, about: str) -> int:
@@ -108,9 +108,9 @@ class SingleProcess:
         """None: `due` decides everything."""
         return None
 
-    def confirm(self, fate: Fate, *, can_undo: bool) -> Joint:
+    def confirm(self, outcome: RankOutcome, *, can_undo: bool) -> JointOutcome:
         """Always `same`."""
-        return Joint("same")
+        return JointOutcome("same")
 
     def lowest(self, answer: int, about: str) -> int:
         """This rank's answer."""

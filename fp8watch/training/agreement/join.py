@@ -38,8 +38,8 @@ _c10d: Any = dist
 """The parts of torch without type hints."""
 
 STALE = (
-    "the job's store holds what an earlier start of it has written, so that ranks may take the words of ranks that are "
-    "gone for those of each other: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun restarts them"
+    "the job's store still holds entries of an earlier start, so a rank may read the answer of a rank that is gone: "
+    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun restarts ranks"
 )
 _meetings = itertools.count()
 """Counts the attaches of this process. All ranks must attach equally often to find each other."""
@@ -160,7 +160,7 @@ def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:
     if len({note.policy for note in notes}) > 1:
         return "several ranks: they were given different policies"
     if len({note.run for note in notes}) > 1:
-        return "several ranks: they do not go by one run name; set FP8WATCH_RUN"
+        return "several ranks: they have different run names; set FP8WATCH_RUN to one name on all"
     if len({note.host for note in notes}) > 1 and not has_agents:
         return "several nodes: each needs an agent that takes commands from one controller (FP8WATCH_AGENT)"
     return None

@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 BEGIN_SECONDS = 120.0
 """How long a save that needs all ranks waits for them. A rank may check its losses for a while before it saves."""
 IMPATIENT_SECONDS = 10.0
-"""The same after a save that not all ranks came to."""
+"""The same after a save that not all ranks reached."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 """Pause between polls for a decision, which takes milliseconds when ranks save at the same step."""
 _ALL = "all"
-_NOT_ALL = "not all ranks came to it"
+_NOT_ALL = "not all ranks reached this save"
 
 
 class PeersLost(Exception):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fp8watch.records import Command
-from fp8watch.training.agreement.base import Candidate, Fate, Joint, Ruling
+from fp8watch.training.agreement.base import Candidate, JointOutcome, RankOutcome, Ruling
 
 _DIGEST_BITS = 62
 """Digests are compared as signed 64-bit numbers, which also have to be negated."""
@@ -179,9 +179,10 @@ class Rounds:
         return Ballot(rank=self._rank, step=step, is_leaving=True)
 
 
-def pack_fate(rank: int, fate: Fate, *, can_undo: bool) -> list[int]:
+def pack_outcome(rank: int, outcome: RankOutcome, *, can_undo: bool) -> list[int]:
     """Outcome of a command: four int64 numbers, to be reduced to their minimum over ranks."""
-    return [fate, -fate, 1 if can_undo or fate != Fate.DONE else 0, -(rank + 1) if fate != Fate.DONE else 0]
+    is_done = outcome == RankOutcome.DONE
+    return [outcome, -outcome, int(can_undo or not is_done), 0 if is_done else -(rank + 1)]
 
 
 def pack_answer(answer: int, about: str) -> list[int]:
@@ -195,7 +196,7 @@ def read_answer(reduced: Sequence[int]) -> int:
     return reduced[0] if reduced[1] == -reduced[2] else 0
 
 
-NOBODY = 2**63 - 1
+NO_NORM = 2**63 - 1
 """Placeholder for the norm of another stage: the largest int64, so that any norm replaces it. Reads as NaN."""
 
 
@@ -213,7 +214,7 @@ def pack_verdict(
     `left`: this rank, if it leaves. `norm`: (stage, norm of its gradients). The bits of non-negative floats compare as
     the floats do, with infinity and then NaN above all numbers.
     """
-    places = [NOBODY] * stages if stages > 1 else []
+    places = [NO_NORM] * stages if stages > 1 else []
     if norm is not None and places:
         places[norm[0]] = struct.unpack("<q", struct.pack("<d", abs(norm[1])))[0]
     return [-int(is_bad), int(may_act), 0 if left is None else -(left + 1), *places]  # fmt: skip
@@ -227,16 +228,16 @@ def read_norms(reduced: Sequence[int]) -> list[float]:
 CANNOT = [0, 0, 0, 0]
 """Answer of a leaving rank to any question: it cannot take part."""
 
-ABSTAINS = [int(Fate.DONE), -int(Fate.UNKNOWN), 1, 0]
+ABSTAINS = [int(RankOutcome.DONE), -int(RankOutcome.UNKNOWN), 1, 0]
 """Outcome reported by a leaving rank, which carries nothing out: it changes no minimum."""
 
 
-def compare(fate: Fate, reduced: Sequence[int]) -> Joint:
-    """What a rank with this outcome has to do, from the reduced numbers of `pack_fate`."""
+def compare(outcome: RankOutcome, reduced: Sequence[int]) -> JointOutcome:
+    """What a rank with this outcome has to do, from the reduced numbers of `pack_outcome`."""
     lowest, highest = reduced[0], -reduced[1]
-    if lowest == highest or (lowest == fate == Fate.DONE):
-        return Joint("same")
+    if lowest == highest or (lowest == outcome == RankOutcome.DONE):
+        return JointOutcome("same")
     detail = f"rank {-reduced[3] - 1} could not carry it out"
-    if lowest == Fate.UNKNOWN or not reduced[2]:
-        return Joint("stop", detail)
-    return Joint("undo" if fate == Fate.DONE else "same", detail)
+    if lowest == RankOutcome.UNKNOWN or not reduced[2]:
+        return JointOutcome("stop", detail)
+    return JointOutcome("undo" if outcome == RankOutcome.DONE else "same", detail)

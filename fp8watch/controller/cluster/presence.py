@@ -1,4 +1,4 @@
-"""The thread by which a controller says that it is there, active or standing by, and which keys it has.
+"""The thread by which a controller announces that it is there, active or standing by, and which keys it has.
 
 Nothing is decided by it: it is for `fp8watch doctor --cluster`, which else could see the active controller only, and of
 that only the name. On a connection of its own, so that what goes wrong here does not hold up decisions.
@@ -19,14 +19,14 @@ from fp8watch.controller.cluster.redis_link import RedisError, RedisLink, reason
 from fp8watch.wire import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
-SAY_SECONDS = 2.0
+ANNOUNCE_SECONDS = 2.0
 FORGET_SECONDS = 600.0
 """A controller that was killed is listed for so long. Every start is listed under a name of its own."""
 FORGET_EVERY = 30
-"""Looks for those after so many times of saying what itself is."""
+"""Announcements between two looks for those."""
 
 
-class Standing(threading.Thread):
+class ControllerPresence(threading.Thread):
     """`connect` is called on the thread, again after a failure. `is_active`: whether this controller decides now."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Standing(threading.Thread):
         about: Mapping[str, object],
     ) -> None:
         """`about`: what stays the same, as JSON can hold it."""
-        super().__init__(name="fp8watch-standing", daemon=True)
+        super().__init__(name="fp8watch-presence", daemon=True)
         self._connect = connect
         self._holder = holder
         self._is_active = is_active
@@ -50,17 +50,17 @@ class Standing(threading.Thread):
         self._has_failed = False
 
     def stop(self, seconds: float = 2.0) -> None:
-        """End, and be listed no more."""
+        """End, and take this controller off the list."""
         self._ending.set()
         self.join(seconds)
 
     def run(self) -> None:
         """Thread body."""
         while not self._ending.is_set():
-            self._guarded(self._say)
-            self._ending.wait(SAY_SECONDS)
+            self._guarded(self._announce)
+            self._ending.wait(ANNOUNCE_SECONDS)
         if self._link is not None:
-            self._guarded(self._leave)
+            self._guarded(self._unlist)
             self._link.close()
 
     def _guarded(self, work: Callable[[RedisLink], None]) -> None:
@@ -77,21 +77,22 @@ class Standing(threading.Thread):
             if self._link is not None:
                 self._link.reset()
 
-    def _say(self, link: RedisLink) -> None:
+    def _announce(self, link: RedisLink) -> None:
         now = float(link.client.time()[0])  # one clock for all controllers
         about = self._about | {"time_unix": now, "is_active": self._is_active()}
         link.client.hset(CONTROLLERS, self._holder, json.dumps(about))
         self._times += 1
         if self._times % FORGET_EVERY == 1:
-            gone = [name for name, body in link.client.hscan_iter(CONTROLLERS) if now - _said(body) > FORGET_SECONDS]
+            listed = link.client.hscan_iter(CONTROLLERS)
+            gone = [name for name, body in listed if now - _announced_at(body) > FORGET_SECONDS]
             if gone:
                 link.client.hdel(CONTROLLERS, *gone)
 
-    def _leave(self, link: RedisLink) -> None:
+    def _unlist(self, link: RedisLink) -> None:
         link.client.hdel(CONTROLLERS, self._holder)
 
 
-def _said(body: bytes) -> float:
+def _announced_at(body: bytes) -> float:
     """When a controller last said what it is; 0: that cannot be read."""
     try:
         return float(json.loads(body)["time_unix"])

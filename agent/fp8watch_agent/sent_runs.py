@@ -1,8 +1,8 @@
 """The uplink thread's record of each run on this node: what it has sent and may have to send again.
 
-Only that thread changes it, in the order of the queue. Other threads put `Over`, `Again` and `Heard` into the queue:
-applied at once, `Over` could precede the run's hello, and `Again` could repeat a hello after its goodbye, so that the
-run would never end.
+Only that thread changes it, in the order of the queue. Other threads put `RunOver`, `AnnounceAgain` and `TermSeen`
+into the queue: applied at once, `RunOver` could precede the run's hello, and `AnnounceAgain` could repeat a hello after
+its goodbye, so that the run would never end.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from fp8watch_agent.trim import Ages
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class RunOver:
     """The run has ended on this node."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class AnnounceAgain:
     """Announce the run's ranks again."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class TermSeen:
     """A command of this term has arrived. Ranks that are announced again have seen it."""
 
     run: str
@@ -39,7 +39,7 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Known:
+class SentRun:
     """The record of one run. `sealed` and `sealed_layout` hold the encoded envelopes as they were sent."""
 
     hellos: dict[int, Hello] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Known:
     ages: Ages = field(default_factory=lambda: Ages(time.monotonic))
 
     def learn_term(self, term: int) -> None:
-        """See `Heard`."""
+        """See `TermSeen`."""
         for rank, hello in self.hellos.items():
             if hello.journal_term < term:
                 self.hellos[rank] = msgspec.structs.replace(hello, journal_term=term)
@@ -60,7 +60,7 @@ class Known:
         """The messages that announce the run again."""
         return [*self.hellos.values(), *([self.layout] if self.layout is not None and self.hellos else [])]
 
-    def beside(self, node: str) -> dict[str, bytes]:
+    def hash_fields(self, node: str) -> dict[str, bytes]:
         """Fields to write into the run's `ranks` hash in Redis: each rank's newest hello, and the node's layout if it
         is new. A new controller reads them when the stream has been trimmed."""
         found = {rank_field(rank, node): data for rank, data in self.sealed.items()}

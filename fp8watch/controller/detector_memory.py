@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8watch.controller.detecting import Detecting
+from fp8watch.controller.detecting import DetectorPipeline
 from fp8watch.controller.history import History
 from fp8watch.controller.merge import Merger
 from fp8watch.controller.roster import is_warm_up
@@ -27,7 +27,7 @@ SAVE_EVERY = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class PilotProgress:
     """How far a run's pilot has come: kept with what its detectors know, and given to a fresh one."""
 
     run: str
@@ -55,51 +55,56 @@ def stored_since(store: Store, run: str) -> list[Stored]:
     return [state, *layouts, *frames]
 
 
-def state_if_due(standing: Standing, pipeline: Detecting, *, has_news: bool) -> list[Stored]:
+def state_if_due(progress: PilotProgress, pipeline: DetectorPipeline, *, has_news: bool) -> list[Stored]:
     """A state to be stored, when it is time or something was found."""
     dump: Any = getattr(pipeline, "dump", None)
-    if dump is None or not (has_news or standing.seen % SAVE_EVERY == 1):
+    if dump is None or not (has_news or progress.seen % SAVE_EVERY == 1):
         return []
     try:
         data = dump()
     except Exception:
-        logger.exception("the detectors' state of run %s could not be taken", standing.run)
+        logger.exception("the detectors' state of run %s could not be taken", progress.run)
         return []
     return [
         DetectorState(
-            run=standing.run, attempt=standing.attempt, step=standing.step, seen=standing.seen,
-            quiet_until_seen=standing.quiet_until_seen, prefix=standing.prefix, data=data,
+            run=progress.run, attempt=progress.attempt, step=progress.step, seen=progress.seen,
+            quiet_until_seen=progress.quiet_until_seen, prefix=progress.prefix, data=data,
         )
     ]  # fmt: skip
 
 
-def recall(
-    standing: Standing,
+def restore_detectors(
+    progress: PilotProgress,
     restored: Iterable[Stored],
     hello: Hello,
     *,
     is_same_process: bool,
-    pipeline: Detecting,
+    pipeline: DetectorPipeline,
     merger: Merger,
     history: History,
-) -> Standing:
+) -> PilotProgress:
     """Show a fresh pilot's detectors, merger and history what the store has; how far the pilot has come with it.
 
-    Without a state, or with one of another version, nothing is shown and `standing`, the fresh one's, holds.
+    Without a state, or with one of another version, nothing is shown and `progress`, the fresh one's, holds.
     """
     restored = list(restored)
     state = next((record for record in restored if isinstance(record, DetectorState)), None)
     load: Any = getattr(pipeline, "load", None)
     if state is None or load is None or (hello.step == 0 and not is_same_process):
-        return standing
+        return progress
     try:
         load(state.data)
     except Exception as error:  # another version's, or damaged: detectors that know nothing are better than none
-        logger.warning("run %s: the detectors begin anew: %s: %s", hello.run, type(error).__name__, error)
-        return standing
+        logger.warning(
+            "run %s: the detectors start without history, their saved state cannot be used: %s: %s",
+            hello.run,
+            type(error).__name__,
+            error,
+        )
+        return progress
     if not is_same_process:
         pipeline.reset("resume", step=hello.step)
-        return standing
+        return progress
     step, seen = state.step, state.seen
     merger.restart(step)
     for sample in _since(restored, merger):
@@ -111,7 +116,7 @@ def recall(
     known = {record.incident: record for record in restored if isinstance(record, Finding)}
     names = [state.prefix + incident.id for incident in pipeline.open_incidents()]
     return replace(
-        standing, step=step, seen=seen, quiet_until_seen=state.quiet_until_seen, prefix=state.prefix,
+        progress, step=step, seen=seen, quiet_until_seen=state.quiet_until_seen, prefix=state.prefix,
         evidence={name: known[name] for name in names if name in known},
     )  # fmt: skip
 
