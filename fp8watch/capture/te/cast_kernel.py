@@ -49,6 +49,19 @@ def _of_block(x, code, scale, inverse, FP8_MAX: tl.constexpr):  # type: ignore[n
     return tl.sum(s, 1), tl.sum(b, 1), tl.sum(a, 1), tl.sum(n, 1), tl.sum(e, 1), tl.sum(q, 1)
 
 
+@triton.jit
+def add_to_totals(counts, sums, program, saturated, before, after, nonfinite, error, square):  # type: ignore[no-untyped-def]
+    """Add a program's counters, one of each a thread (float32), to its place in a row."""
+    place = counts + program * 4
+    tl.store(place, tl.load(place) + tl.sum(saturated.to(tl.int32), 0))
+    tl.store(place + 1, tl.load(place + 1) + tl.sum(before.to(tl.int32), 0))
+    tl.store(place + 2, tl.load(place + 2) + tl.sum(after.to(tl.int32), 0))
+    tl.store(place + 3, tl.load(place + 3) + tl.sum(nonfinite.to(tl.int32), 0))
+    place = sums + program * 2
+    tl.store(place, tl.load(place) + tl.sum(error, 0))
+    tl.store(place + 1, tl.load(place + 1) + tl.sum(square, 0))
+
+
 # Specialising on the address of the scale (one element anywhere in a vector) or on the number of elements gains
 # nothing; with fewer kinds of kernels the right one is found at once.
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["inverse_at"])  # type: ignore[untyped-decorator]
@@ -94,14 +107,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         nonfinite += n
         error += e
         square += q
-    place = counts + program * 4
-    tl.store(place, tl.load(place) + tl.sum(saturated.to(tl.int32), 0))
-    tl.store(place + 1, tl.load(place + 1) + tl.sum(before.to(tl.int32), 0))
-    tl.store(place + 2, tl.load(place + 2) + tl.sum(after.to(tl.int32), 0))
-    tl.store(place + 3, tl.load(place + 3) + tl.sum(nonfinite.to(tl.int32), 0))
-    place = sums + program * 2
-    tl.store(place, tl.load(place) + tl.sum(error, 0))
-    tl.store(place + 1, tl.load(place + 1) + tl.sum(square, 0))
+    add_to_totals(counts, sums, program, saturated, before, after, nonfinite, error, square)
 
 
 def add(

@@ -45,6 +45,8 @@ class CastRow:
     last: tuple[Any, torch.dtype, Any] | None = None
     """How the next cast is launched if it is like the last one: `fp8watch.capture.triton_launch.Shortcut`, dtype of
     the source, and the framework's name for the format."""
+    fused: Any | None = None
+    """The same of a cast inside a norm or an activation: see `fp8watch.capture.te.fused_casts`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,8 +5,9 @@ Every cast goes through a function of `transformer_engine_torch`, looked up ther
 its names in `pytorch/cpp_extensions` (`module/_common.py` 13 and 72), in operations of `te.ops` through the copy that
 their own file has imported (`ops/basic/rmsnorm.py` 15, `ops/basic/layer_norm.py` 15):
 `quantize`, `bgrad_quantize` and `split_quantize` get the source as an argument. Norms, activations and their
-derivatives cast their result inside, and the source never exists in memory. They are called a second time without a
-quantizer, which returns the source at the cost of one kernel and leaves the numbers of training untouched.
+derivatives cast their result inside, and the source never exists in memory. It is computed again, from their inputs in
+the counting kernel (`fused_casts`), or by a second call without a quantizer, which returns the source at the cost of
+one kernel and of memory for it, and leaves the numbers of training untouched.
 """
 
 from __future__ import annotations
@@ -49,11 +50,21 @@ class Counter(Protocol):
     def row_of(self, quantizer: Any, made: Any) -> Any | None:
         """Where the cast is counted; None: nowhere, so nobody need find its source."""
 
+    def count_inside(
+        self, row: Any, name: str, args: Sequence[Any], options: dict[str, Any], result: Any, made: Any
+    ) -> bool:
+        """Count a cast that a function has made inside from the function's inputs. False: its source is needed."""
+
     def count_again(
         self, row: Any, made: Any, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],
         is_first: bool,
-    ) -> None:  # fmt: skip
+    ) -> torch.Tensor:  # fmt: skip
         """Count a cast whose source is what this call returns; `is_first`: the first of what it returns."""
+
+    def try_out(
+        self, name: str, args: Sequence[Any], options: dict[str, Any], result: Any, source: torch.Tensor, made: Any
+    ) -> None:
+        """Find out from a cast that was counted again whether such casts can be counted from the inputs."""
 
 
 class CastTap:
@@ -94,7 +105,7 @@ class CastTap:
     def _find(self) -> Iterator[tuple[Any, str, Make]]:
         wrappers: dict[str, Make] = {name: partial(self._cast_wrapper, name == "bgrad_quantize") for name in CASTS}
         wrappers["split_quantize"] = self._split_wrapper
-        wrappers |= {name: partial(self._norm_wrapper, at) for name, at in NORMS.items()}
+        wrappers |= {name: partial(self._norm_wrapper, name, at) for name, at in NORMS.items()}
         activations = ACTIVATIONS | WITH_BIAS
         wrappers |= {name: partial(self._activation_wrapper, name, at) for name, at in activations.items()}
         for name, make in wrappers.items():
@@ -141,8 +152,9 @@ class CastTap:
 
     # Of these a step has many, too. What they call again has no quantizer, so that it is no cast to any tap.
 
-    def _norm_wrapper(self, at: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        row_of, count_again = self._counter.row_of, self._counter.count_again
+    def _norm_wrapper(self, name: str, at: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        counter = self._counter
+        row_of, count_inside = counter.row_of, counter.count_inside
 
         def tapped(*args: Any, **options: Any) -> Any:
             result = original(*args, **options)
@@ -150,11 +162,12 @@ class CastTap:
                 try:
                     made = result[0]
                     row = row_of(args[at], made)
-                    if row is not None:
+                    if row is not None and not count_inside(row, name, args, options, result, made):
                         again = list(args)
                         # A new buffer too: TE's own, if one was given, holds the FP8 output.
                         again[at - 1] = again[at] = None
-                        count_again(row, made, original, again, options, True)
+                        source = counter.count_again(row, made, original, again, options, True)
+                        counter.try_out(name, args, options, result, source, made)
                 except Exception:
                     self._fail()
             return result
@@ -162,7 +175,8 @@ class CastTap:
         return tapped
 
     def _activation_wrapper(self, name: str, at: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        row_of, count_again = self._counter.row_of, self._counter.count_again
+        counter = self._counter
+        row_of, count_inside = counter.row_of, counter.count_inside
         has_bias = name in WITH_BIAS
 
         def tapped(*args: Any, **options: Any) -> Any:
@@ -172,7 +186,7 @@ class CastTap:
                     quantizer = args[at] if len(args) > at else options.get("quantizer")
                     made = result[1] if has_bias else result
                     row = None if quantizer is None else row_of(quantizer, made)
-                    if row is not None:
+                    if row is not None and not count_inside(row, name, args, options, result, made):
                         function, again, given = original, list(args), options
                         if has_bias:  # always has a quantizer, but the plain derivative gives the same values
                             function = getattr(self._extension, name.removeprefix("dbias_"))
@@ -181,7 +195,8 @@ class CastTap:
                             again[at] = None
                         else:
                             given = {**options, "quantizer": None}
-                        count_again(row, made, function, again, given, False)
+                        source = counter.count_again(row, made, function, again, given, False)
+                        counter.try_out(name, args, options, result, source, made)
                 except Exception:
                     self._fail()
             return result

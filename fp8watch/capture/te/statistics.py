@@ -29,6 +29,7 @@ from fp8watch.capture.te.cast_columns import CastColumns
 from fp8watch.capture.te.cast_launch import repeat
 from fp8watch.capture.te.cast_rows import CastRow, CastRows, Key
 from fp8watch.capture.te.cast_tap import CastTap
+from fp8watch.capture.te.fused_casts import FusedCasts
 from fp8watch.capture.te.slots import slot_names
 from fp8watch.capture.te.states import delayed_states, element_names, metas, quantizers_of
 from fp8watch.capture.te.tensors import format_name
@@ -47,6 +48,7 @@ class TeStatistics:
         self._model = model
         self._tap = CastTap(extension, self)
         self._kernel: Any = _kernel()
+        self._fused = _fused_casts(self._kernel)
         self._by_scale: dict[int, Key] = {}
         self._by_quantizer: dict[int, tuple[Any, Key]] = {}
         self._met: dict[int, tuple[Any, CastRow]] = {}
@@ -97,6 +99,8 @@ class TeStatistics:
             if self._kernel is not None and is_hooked():
                 for row in self.rows:
                     row.last = None
+        if self._fused is not None:
+            self._fused.begin()
         if self.meters is not None:
             self._numbers, self._every = self.meters["statistics"].numbers()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -159,29 +163,49 @@ class TeStatistics:
             return None  # recomputed in the backward pass
         return row
 
+    def count_inside(
+        self, row: CastRow, name: str, args: Sequence[Any], options: dict[str, Any], result: Any, made: Any
+    ) -> bool:
+        """Count a cast that a function has made inside from the function's inputs. False: its source is needed."""
+        fused = self._fused
+        if fused is None or self.is_looking or not fused.knows(name):
+            return False
+        if next(self._numbers) % self._every or self.meters is None:
+            return fused.count(row, name, args, options, result, made)
+        with self.meters["statistics"].timed():
+            return fused.count(row, name, args, options, result, made)
+
+    def try_out(
+        self, name: str, args: Sequence[Any], options: dict[str, Any], result: Any, source: torch.Tensor, made: Any
+    ) -> None:
+        """See `FusedCasts.try_out`."""
+        if self._fused is not None and self.rows is not None and source.device == self.rows.device:
+            with torch.no_grad():
+                self._fused.try_out(name, args, options, result, source, made, self._format(made._fp8_dtype))
+
     def count_again(
         self, row: CastRow, made: Any, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any],
         is_first: bool,
-    ) -> None:  # fmt: skip
-        """Count a cast whose source is what this call returns; `is_first`: the first of what it returns."""
+    ) -> torch.Tensor:  # fmt: skip
+        """Count a cast whose source is what this call returns, and return the source.
+
+        `is_first`: it is the first of what the call returns.
+        """
         if _is_grad_enabled():  # which it is not inside autograd functions, where casts are made
             with torch.no_grad():
-                self.count_again(row, made, function, args, options, is_first)
-            return
+                return self.count_again(row, made, function, args, options, is_first)
+        source: torch.Tensor
         if not next(self._numbers) % self._every and self.meters is not None:
             with self.meters["statistics"].timed():
-                source = function(*args, **options)
-                if is_first:
-                    source = source[0]
+                source = function(*args, **options)[0] if is_first else function(*args, **options)
                 self.count(row, source, made)
         else:  # the same in this one frame
-            source = function(*args, **options)
-            if is_first:
-                source = source[0]
+            source = function(*args, **options)[0] if is_first else function(*args, **options)
             if not repeat(row, source, made._data, made):
                 self._count(row, source, made)
         if self.is_looking:
             self.look(row, source, made)
+        return source
 
     def count(self, row: CastRow, source: torch.Tensor, made: Any) -> None:
         """Count a cast whose row is known."""
@@ -315,3 +339,12 @@ def _kernel() -> Any:
     except ImportError:
         return None
     return cast_kernel
+
+
+def _fused_casts(kernel: Any) -> FusedCasts | None:
+    """None where casts are not counted by a kernel."""
+    if kernel is None:
+        return None
+    from fp8watch.capture.te import fused_cast_kernel
+
+    return FusedCasts(fused_cast_kernel, kernel)
