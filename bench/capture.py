@@ -3,12 +3,12 @@
     python bench/capture.py [--shape gpu-bound|launch-bound|torchao|many-tensors|all] [--pairs N] [--out FILE]
 
 Needs Transformer Engine (torchao for that shape). Every block is timed by the wall clock between two synchronisations,
-so both host and device time count. The ratio is watched over bare of neighbouring blocks; its median (`typical` of
-`capture_blocks`) and a bootstrap 95 % interval are reported, with the ratio of the means and the raw block times. The
-two trainings change roles halfway. A standing agent takes the frames, as on a node. There are two kinds of watched
-blocks: with every amax and scale in every step, and with element counts of every cast in one step of ten as well. A
-logging step is also compared with one of Transformer Engine's own debug features, each step timed alone. CPU time is
-that of the training thread inside fp8watch, measured separately.
+so both host and device time count. The ratio is watched over bare of neighbouring blocks; its median (a mean of
+medians where few blocks hold a sampled step, `typical` of `capture_blocks`) and a bootstrap 95 % interval are reported,
+with the ratio of the means and the raw block times. The two trainings change roles halfway. A standing agent takes the
+frames, as on a node. There are two kinds of watched blocks: with every amax and scale in every step, and with element
+counts of every cast in one step of ten as well. A logging step is also compared with one of Transformer Engine's own
+debug features, each step timed alone. CPU time is that of the training thread inside fp8watch, measured separately.
 
 Rows of shapes that are not run stay in the result file; each row names the code that it was measured with. On one H200
 allow 280 s for the GPU-bound shape, 420 s for the launch-bound one, 120 s for torchao, a minute for many tensors.

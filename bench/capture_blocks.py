@@ -36,8 +36,11 @@ def alternate(
     two trainings change roles halfway, so that neither arm keeps the copy with the better place in memory. A watch is
     attached for half of the groups at a time; the cost of attaching and of the first steps is not included. Python
     collects garbage between blocks only, as trainers that care about step times do. The transport thread sends a
-    block's last frame during the next block, with `lead` in an untimed step of it.
+    watched block's last frame during the next block: with `lead` in an untimed step of it; without, one frame in
+    `steps` is sent in the bare block where that comes second, and in a watched one after another pair.
     """
+    if pairs < 2:
+        raise ValueError(f"{pairs} groups: each of the two roles needs one")
     times: Times = {"bare": [], "watched": []}
     for bare, watched in (trainings, trainings[::-1]):
         watch = attach(watched)
@@ -61,10 +64,11 @@ def alternate(
 
 
 def typical(values: Sequence[float], group: int = 1) -> float:
-    """The mean over the places in a group of the median over the groups.
+    """The mean over the places in a group of the median over the groups; with `group` 1 the median.
 
     A plain median would never show a sampled step that one block in five includes; a mean of groups lets one slow block
-    decide, and a machine has many. With `group` 1 this is the median.
+    decide, and a machine has many. It is still a median: work that comes with another period than a group, or a cost
+    that few sampled steps have, shows in the ratio of the means only, which is reported beside it.
     """
     return fmean(median(values[place::group]) for place in range(group))
 
