@@ -16,7 +16,7 @@ import torch
 from fp8watch.capture.blocks import block_of
 from fp8watch.capture.cost_meter import CostMeter
 from fp8watch.capture.governor import Kind
-from fp8watch.capture.source import Reading
+from fp8watch.capture.source import OneStep, Reading
 from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.emulation.linear import Fp8Linear
 from fp8watch.emulation.statistics import CastStatistics
@@ -74,6 +74,7 @@ class EmulatedSource:
         self._updates = {True: [0] * len(self._modules), False: [0] * len(self._modules)}
         self._is_counting = False
         self._what_if = WhatIfLog(num, device)
+        self._step = OneStep()
         self.meters: Mapping[Kind, CostMeter] | None = None
         """Times what-if work. Element counts are not timed: they are part of the emulated cast."""
         self._routes: dict[tuple[bool, tuple[int, ...]], tuple[list[int], torch.Tensor, torch.Tensor]] = {}
@@ -133,6 +134,7 @@ class EmulatedSource:
         self._what_if.begin(frozenset())
         self._has_run = [False] * len(self._has_run)
         self._updates = {direction: [0] * len(self._modules) for direction in (True, False)}
+        self._step.begin()
 
     def look_closer(self, modules: Sequence[str] | None) -> bool:
         """See `fp8watch.capture.closer.LooksCloser`."""
@@ -150,8 +152,11 @@ class EmulatedSource:
 
     def read(self) -> Reading | None:
         """This step's numbers. A layer in BF16 has a measured amax but no valid scale, because none was used."""
+        if self._step.is_mixed(self):
+            return None
         if not any(self._has_run):
             return None
+        self._step.end()
         self._num_reads += 1
         if self._num_reads >= PATIENCE_STEPS:
             self._idle = {module for module in self._position if module not in self._ever_run}

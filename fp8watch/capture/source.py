@@ -114,7 +114,41 @@ class Source(Protocol):
         """Start an optimizer step: clear the previous one; count elements if asked."""
 
     def read(self) -> Reading | None:
-        """This step's numbers; None when no FP8 module ran."""
+        """This step's numbers; None when no FP8 module ran.
+
+        Without a `begin` since the last reading it would be the largest amax of several steps: then None too, and the
+        next step begins (`OneStep`).
+        """
 
     def detach(self) -> None:
         """Remove all hooks and patches."""
+
+
+class OneStep:
+    """Whether what a source has observed is of one step: that ends with a reading, and the next one has to begin.
+
+    After failures of anything that is done at the beginning of a step, sources are still read but not begun.
+    """
+
+    def __init__(self) -> None:
+        self._is_begun = True
+        self._can_begin = True
+
+    def begin(self) -> None:
+        """The source has forgotten the step before."""
+        self._is_begun = True
+
+    def end(self) -> None:
+        """The source has made a reading."""
+        self._is_begun = False
+
+    def is_mixed(self, source: Source) -> bool:
+        """Whether the source has not begun since its last reading. It does so now, to have one of the next step."""
+        if self._is_begun:
+            return False
+        if self._can_begin:
+            try:
+                source.begin(with_statistics=False)
+            except Exception:  # counted and said where sources are begun
+                self._can_begin = False
+        return True

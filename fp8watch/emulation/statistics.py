@@ -41,20 +41,22 @@ def quantize_and_count(
     scaled = values * scale
     flat = values.reshape(-1)
     squared_values = torch.dot(flat, flat)
-    may_saturate = may_be_nonfinite = True
+    may_saturate = may_be_nonfinite = may_zeros_change = True
     if values.device.type == "cpu":
-        may_saturate = scale.numel() > 1 or not bool(amax * scale <= fmt.max)
+        may_saturate = scale.numel() > 1 or not bool(amax * scale.abs() <= fmt.max)
         may_be_nonfinite = not bool(torch.isfinite(squared_values))
+        may_zeros_change = not bool(torch.isfinite(scale).all())  # times such a scale, zero is NaN
     zero = torch.zeros((), dtype=torch.int64, device=values.device)
     saturated = _count_nonzero(scaled.abs() > fmt.max) if may_saturate else zero
     nonfinite = _count_nonzero(~torch.isfinite(values)) if may_be_nonfinite else zero
     codes = round_to_fp8(scaled.clamp(-fmt.max, fmt.max) if may_saturate else scaled, fmt, in_place=False)
+    left = torch.where(values != 0, codes, 0.0) if may_zeros_change else codes
     # Divided before it is squared: for a value far beyond the range, the square in units of the code is infinite.
     error = scaled.sub_(codes).div_(scale).reshape(-1)
     statistics = CastStatistics(
         quantized=torch.full((), values.numel(), dtype=torch.int64, device=values.device),
         saturated=saturated,
-        underflowed=_count_nonzero(values) - _count_nonzero(codes),
+        underflowed=_count_nonzero(values) - _count_nonzero(left),
         nonfinite=nonfinite,
         squared_error=torch.dot(error, error),
         squared_values=squared_values,

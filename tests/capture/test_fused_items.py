@@ -67,3 +67,14 @@ def test_a_transposed_matrix_is_counted_as_it_lies():
     turned = fused_items.by_rows(Item(values=weight.t(), scale=torch.ones(1, 4), fmt=E4M3))
     assert turned.values.is_contiguous()
     assert fused_items.scale_mode(turned.values, turned.scale) == A_ROW
+
+
+def test_a_scale_a_column_without_a_dimension_for_rows_is_turned_too():
+    """Of a square matrix it would else be taken for one per column of what lies in memory."""
+    weight = torch.randn(16, 16)
+    turned = fused_items.by_rows(Item(values=weight.t(), scale=torch.arange(16.0), fmt=E4M3))
+    assert turned.values.is_contiguous()
+    assert fused_items.scale_mode(turned.values, turned.scale) == A_ROW
+    assert torch.equal(turned.values * turned.scale, (weight.t() * torch.arange(16.0)).t())
+    one = fused_items.by_rows(Item(values=weight.t(), scale=torch.ones(1), fmt=E4M3))
+    assert fused_items.scale_mode(one.values, one.scale) == ONE

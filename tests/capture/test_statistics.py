@@ -108,3 +108,36 @@ def test_many_at_once_are_each_their_own():
         alone = count(item.values, item.scale, item.fmt)
         assert all(torch.equal(getattr(found, name), getattr(alone, name)) for name in COUNTS)
     assert count_many([]) == []
+
+
+NO_NUMBERS = st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
+
+
+@given(st.lists(ANY, min_size=1, max_size=40), NO_NUMBERS, FORMATS)
+def test_a_scale_that_is_no_number_never_makes_a_negative_count(values, scale, fmt):
+    """Times NaN or infinity, a zero is NaN: it was zero before and is not after."""
+    x, factor = torch.tensor([*values, 0.0]), torch.tensor(scale)
+    codes = to_float8(x, factor, fmt)
+    for found in (
+        count(x, factor, fmt),
+        count(x.reshape(1, -1), factor.expand(1, len(x)), fmt),
+        count_by_torch(Item(values=x, scale=factor, fmt=fmt, codes=codes.view(torch.uint8))),
+    ):
+        assert found.underflowed.item() == ((codes.float() == 0) & (x != 0)).sum().item()
+        assert all(getattr(found, name).item() >= 0 for name in (*COUNTS, "zeros"))
+        assert found.zeros.item() == (x == 0).sum().item()
+
+
+def test_one_nan_in_a_tensor_does_not_turn_its_zeros_into_minus_underflow():
+    """Dynamic scaling makes a scale of NaN from it, and all codes are NaN."""
+    x = torch.relu(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    x[0, 0] = math.nan
+    found = count(x, E4M3.max / x.abs().max(), E4M3)
+    assert (found.underflowed.item(), found.nonfinite.item()) == (0, 1)
+
+
+def test_a_negative_scale_saturates_like_its_magnitude():
+    x = torch.tensor([1.0, -1.0, 0.25])
+    for name in COUNTS:
+        assert getattr(count(x, torch.tensor(-600.0), E4M3), name) == getattr(count(x, torch.tensor(600.0), E4M3), name)
+    assert count(x, torch.tensor(-600.0), E4M3).saturated == 2

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,6 +190,11 @@ def test_operands_of_a_call(name, args, options, result, numel, width, is_zero_c
         ("rmsnorm_fwd", (X, W, 1e-5, None, "q", None, 0), (None, None, MEAN)),  # centred or not?
         ("rmsnorm_fwd", (X, W, 1e-5, None, "q", None, 0, False), (None, None, MEAN.double())),
         ("layernorm_fwd", (X, W, None, 1e-5, None, "q", None, 0, False), (None, MEAN, MEAN)),
+        ("layernorm_fwd", (X, W, W[:16], 1e-5, None, "q", None, 0, False), (None, MEAN, MEAN)),
+        ("layernorm_fwd", (X, torch.ones(64)[::2], W, 1e-5, None, "q", None, 0, False), (None, MEAN, MEAN)),
+        ("layernorm_fwd", (X, W, W, 1e-5, None, "q", None, 0, False), (None, None, MEAN)),
+        ("layernorm_fwd", (X, W, W, 1e-5, None, "q", None, 0, False), (None, MEAN[:2], MEAN)),
+        ("rmsnorm_fwd", (X, W, 1e-5, None, "q", None, 0, False), (None, None, torch.zeros(8)[::2])),
         ("rmsnorm_fwd", (X.t(), torch.ones(4), 1e-5, None, "q", None, 0, False), (None, None, torch.ones(32))),
         ("gelu", (X.t(), "q"), None),
         ("dgelu", (X, X.t(), "q"), None),
@@ -194,3 +204,149 @@ def test_operands_of_a_call(name, args, options, result, numel, width, is_zero_c
 )
 def test_a_call_that_is_not_as_known_is_left_to_the_second_call(name, args, result):
     assert operands_of(name, args, {}, result) is None
+
+
+class Compiled:
+    """A kernel that is launched again by address."""
+
+    packed_metadata = ()
+
+    def __init__(self) -> None:
+        self.addresses: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: self.addresses.append(arguments[:7])
+
+
+def known(event: Arrived, name: str, args: Any, result: Any = None) -> tuple[FusedCasts, CastRow, Compiled]:
+    """A function that is known, and a row whose last cast was its."""
+    compiled = Compiled()
+
+    class Again(Kernel):
+        def launch(self, *args: Any) -> Any:
+            super().launch(*args)
+            return compiled
+
+    kernel, found = Again((2.0, 100.0)), row()
+    casts = FusedCasts(kernel, kernel)
+    casts.try_out(name, args, {}, result, X, MADE, E4M3)
+    casts.begin()
+    assert casts.knows(name)
+    assert casts.count(found, name, args, {}, result, MADE)
+    assert (kernel.num_launched, len(compiled.addresses), found.elements) == (1, 1, X.numel())
+    return casts, found, compiled
+
+
+def test_a_kernel_that_was_launched_is_never_launched_for_a_tensor_without_memory(event):
+    """Address 0 would end the training."""
+    norm = (X, torch.ones(32), 1e-5, None, "q", None, 0, False)
+    spread = torch.zeros(4)
+    casts, found, compiled = known(event, "rmsnorm_fwd", norm, (None, None, spread))
+    empty = SimpleNamespace(_data=MADE._data, _scale_inv=MADE._scale_inv.to("meta"), _fp8_dtype=MADE._fp8_dtype)
+    for args, result, made in (
+        (norm, (None, None, spread.to("meta")), MADE),
+        ((X.to("meta"), *norm[1:]), (None, None, spread), MADE),
+        ((X, norm[1].to("meta"), *norm[2:]), (None, None, spread), MADE),
+        (norm, (None, None, spread), empty),
+    ):
+        assert not casts.count(found, "rmsnorm_fwd", args, {}, result, made)
+    assert (len(compiled.addresses), found.elements) == (1, X.numel())
+    assert casts.count(found, "rmsnorm_fwd", norm, {}, (None, None, spread), MADE)
+    assert found.elements == 2 * X.numel()
+
+
+def test_a_cast_is_counted_once_though_the_next_one_cannot_be_launched(event, monkeypatch):
+    kernel = Kernel((2.0, 100.0))
+    casts = tried(kernel)
+    casts.begin()
+    monkeypatch.setattr(Kernel, "launch", lambda *args: SimpleNamespace(packed_metadata=()))  # and no grid
+    found = row()
+    assert casts.count(found, "gelu", (X, "q"), {}, None, MADE), "a second call would count it twice"
+    assert found.elements == X.numel()
+    assert not casts.knows("gelu")
+
+
+def test_two_names_of_one_format_are_two_kernels(event):
+    casts, found, compiled = known(event, "gelu", (X, "q"))
+    other = SimpleNamespace(_data=MADE._data, _scale_inv=MADE._scale_inv, _fp8_dtype=4)
+    assert not casts.count(found, "gelu", (X, "q"), {}, None, other), "which format is that?"
+    casts._formats[4] = E4M3
+    assert casts.count(found, "gelu", (X, "q"), {}, None, other)
+    assert casts.knows("gelu")
+    assert casts.count(found, "gelu", (X, "q"), {}, None, MADE)
+    assert found.elements == 3 * X.numel()
+    assert len(compiled.addresses) == 2
+
+
+def test_a_half_row_that_no_thread_takes_whole_needs_its_source(event):
+    """A thread would read half of its elements past the row, and past the tensor's end."""
+    x, grad = torch.randn(4, 48), torch.randn(4, 24)
+    made = SimpleNamespace(_data=torch.zeros(4, 48, dtype=torch.uint8), _scale_inv=torch.ones(1), _fp8_dtype="code")
+    kernel = Kernel((2.0, 100.0))
+    casts = FusedCasts(kernel, kernel)
+    casts.try_out("dswiglu", (grad, x, "q"), {}, None, x, made, E4M3)
+    assert not casts._add(row(), "dswiglu", operands_of("dswiglu", (grad, x, "q"), {}, None), made)
+    assert kernel.num_launched == 0
+
+
+@pytest.mark.parametrize("outcome", [(2.0, 100.0), "raises"])
+def test_threads_that_meet_a_function_at_once_start_one_trial(event, monkeypatch, outcome):
+    kernel = Kernel((2.0, 100.0))
+    launch, together = kernel.launch, threading.Barrier(2)
+    failed: list[BaseException] = []
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)
+        if outcome == "raises":
+            raise RuntimeError("no memory")
+        return launch(*args)
+
+    monkeypatch.setattr(kernel, "launch", slow)
+    casts = FusedCasts(kernel, kernel)
+
+    class Slow(Counter):
+        def __setitem__(self, name: str, number: int) -> None:
+            time.sleep(0.05)  # until the other thread is as far
+            super().__setitem__(name, number)
+
+    casts._num_trials = Slow()
+
+    def work() -> None:
+        together.wait()
+        try:
+            casts.try_out("gelu", (X, "q"), {}, None, X, MADE, E4M3)
+        except BaseException as error:
+            failed.append(error)
+
+    run_both(work)
+    assert failed == []
+    assert casts._num_trials["gelu"] == 1
+    casts.begin()
+    assert casts.knows("gelu") is (outcome != "raises")
+
+
+def test_threads_that_count_in_one_row_at_once_lose_nothing(event):
+    casts, found, compiled = known(event, "gelu", (X, "q"))
+    together = threading.Barrier(2)
+
+    def work() -> None:
+        together.wait()
+        for _ in range(2000):
+            assert casts.count(found, "gelu", (X, "q"), {}, None, MADE)
+
+    switched = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run_both(work)
+    finally:
+        sys.setswitchinterval(switched)
+    assert len(compiled.addresses) == 4001
+    assert found.elements == 4001 * X.numel()
+
+
+def run_both(work: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

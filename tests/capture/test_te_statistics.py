@@ -121,6 +121,20 @@ def test_a_cast_is_counted_with_its_own_scale(parts):  # case: NUM-15
     assert found["a:input"]["nonfinite"] == 2
 
 
+def test_the_largest_scale_is_not_taken_for_infinity(parts):
+    """What TE has where amax asks for a larger one; the inverse of its inverse is infinite in float32."""
+    model, extension, statistics = parts
+    quantizer = Float8Quantizer(torch.tensor(torch.finfo(torch.float32).max), "kFloat8E4M3")
+    model["a"].quantizers["scaling_fwd"][0] = quantizer
+    statistics.begin(is_sampled=True)
+    statistics.look_closer(None)
+    extension.quantize(torch.tensor([[1e-36, 1e-3, 0.0, 1e-42]]), quantizer)  # 340 of 448, clipped, zero, underflow
+    found = counts(statistics)["a:input"]
+    assert [found[name] for name in ("quantized", "saturated", "underflowed", "nonfinite")] == [4, 1, 1, 0]
+    assert found["mse"] == pytest.approx(1e-6 / 4, rel=1e-3)
+    assert found["what_if_margin_1_saturated"] == 1
+
+
 def test_fused_functions_are_called_again_for_their_source(parts):
     model, extension, statistics = parts
     statistics.begin(is_sampled=True)

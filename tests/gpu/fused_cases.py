@@ -19,6 +19,7 @@ from fp8watch.capture.statistics import Item
 from fp8watch.capture.statistics.count import count_by_torch
 from fp8watch.capture.te.cast_rows import CastRows
 from fp8watch.capture.te.fused_casts import FUNCTIONS, FusedCasts
+from fp8watch.capture.te.tensors import scale_of
 from fp8watch.emulation.cast import to_float8
 from fp8watch.formats import E4M3, E5M2, Fp8Format
 
@@ -76,18 +77,25 @@ class Call:
             self.args = (x, "q")
 
 
-def calls(device: str) -> Iterator[tuple[str, str, Call, Fp8Format]]:
+def calls(device: str) -> Iterator[tuple[str, str, Call, Fp8Format, float | None]]:
+    """What it is, the function, its call, the format, and the scale of the cast (None: one that clips a little)."""
     for name in FUNCTIONS:
         for number, shape in enumerate(SHAPES):
             for dtype in (torch.bfloat16, torch.float32) if number else (torch.bfloat16,):
                 fmt = (E4M3, E5M2)[number % 2]
                 call = Call(name, shape, dtype, device, zero_centered=bool(number % 2))
-                yield f"{name} {shape} {dtype} {fmt.name}", name, call, fmt
+                yield f"{name} {shape} {dtype} {fmt.name}", name, call, fmt, None
+    for name in ("layernorm_fwd", "relu", "drelu", "reglu", "dreglu"):  # whose zeros are exact
+        for scale in (float("nan"), float("inf"), 0.0, torch.finfo(torch.float32).max):
+            call = Call(name, SHAPES[1], torch.bfloat16, device, zero_centered=False)
+            yield f"{name} times {scale}", name, call, E4M3, scale
 
 
-def cast(source: Tensor, fmt: Fp8Format) -> Any:
-    """With a few elements that are clipped, and many that become zero."""
+def cast(source: Tensor, fmt: Fp8Format, given: float | None) -> Any:
+    """Without a scale: with a few elements that are clipped, and many that become zero."""
     scale = (0.9 * fmt.max / source.abs().amax()).reshape(1).mul_(1.2)
+    if given is not None:
+        scale.fill_(given)
     codes = to_float8(source, scale[0], fmt).view(torch.uint8)
     return SimpleNamespace(_data=codes, _scale_inv=scale.reciprocal(), _fp8_dtype=CODES[fmt])
 
@@ -98,8 +106,8 @@ def differences(fused: FusedCasts, programs: int, device: str) -> Iterator[str]:
     An element at a limit may fall to either side by its last bit: clipped or not, and zero or not where a tanh is all
     but -1.
     """
-    for says, name, call, fmt in calls(device):
-        made = cast(call.source, fmt)
+    for says, name, call, fmt, scale in calls(device):
+        made = cast(call.source, fmt, scale)
         fused._formats[made._fp8_dtype] = fmt
         row = CastRows(torch.device(device), programs).row(("module", "input"))
         for _ in range(2):
@@ -107,7 +115,7 @@ def differences(fused: FusedCasts, programs: int, device: str) -> Iterator[str]:
                 yield f"{says} was not taken"
         if row.elements != 2 * call.source.numel():
             yield f"{says}: {row.elements} elements"
-        item = Item(values=call.source, scale=made._scale_inv.reciprocal().reshape(()), fmt=fmt, codes=made._data)
+        item = Item(values=call.source, scale=scale_of(made._scale_inv).reshape(()), fmt=fmt, codes=made._data)
         wanted = count_by_torch(item)
         saturated, before, after, nonfinite = (count // 2 for count in row.counts.sum(0).tolist())
         zeros = call.source.numel() - before
@@ -119,7 +127,7 @@ def differences(fused: FusedCasts, programs: int, device: str) -> Iterator[str]:
         if abs(saturated - int(wanted.saturated)) > 2:
             yield f"{says} saturated: {saturated}, {wanted.saturated}"
         sums = torch.stack([wanted.squared_error, wanted.squared_values])
-        if not torch.allclose(row.sums.sum(0) / 2, sums, rtol=2e-3):
+        if not torch.allclose(row.sums.sum(0) / 2, sums, rtol=2e-3, equal_nan=True):
             yield f"{says}: {row.sums.sum(0) / 2}, {sums}"
 
 

@@ -20,6 +20,12 @@ from fp8watch.formats import E4M3, E5M2, Fp8Format
 
 EXACT = ("quantized", "saturated", "underflowed", "zeros", "nonfinite", "amax")
 SUMS = ("squared_error", "squared_values")
+NAN, INF = float("nan"), float("inf")
+LARGEST = torch.finfo(torch.float32).max
+"""Also Transformer Engine's scale where amax asks for a larger one; its inverse is subnormal."""
+SMALLEST = 2.0**-120
+"""E4M3's maximum over the largest amax is a little more."""
+SUBNORMAL = 1e-38
 
 
 def groups(device: str, large: int) -> Iterator[list[Item]]:
@@ -27,6 +33,7 @@ def groups(device: str, large: int) -> Iterator[list[Item]]:
     for fmt in (E4M3, E5M2):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             items = list(tensors(device, dtype, fmt, large))
+            items.insert(-1, replace(items[-1], scale=torch.tensor(SUBNORMAL, device=device)))
             yield items
             made = [to_float8(i.values, i.scale, fmt).view(torch.uint8) for i in items]
             made[-1] = misaligned(made[-1])
@@ -55,7 +62,32 @@ def tensors(device: str, dtype: torch.dtype, fmt: Fp8Format, large: int) -> Iter
     yield from with_scales(misaligned(values), fmt)
     column = fmt.max / values.float().abs().amax(0, keepdim=True).clamp(min=1e-6)
     yield Item(values=values, scale=misaligned(column), fmt=fmt)
+    yield from odd_scales(device, dtype, fmt)
     yield Item(values=values, scale=torch.tensor(2.3, device=device), fmt=fmt)
+
+
+def odd_scales(device: str, dtype: torch.dtype, fmt: Fp8Format) -> Iterator[Item]:
+    """Scales that make NaN of zeros, or that only just have an inverse; the tensors end inside a block and a tile.
+
+    A third of the elements is zero, another third too small or too large for most scales.
+    """
+    generator = torch.Generator().manual_seed(2)
+    for shape in ((3, 48), (5, 33)):
+        values = torch.randn(shape, generator=generator) * 10.0 ** torch.empty(shape).uniform_(-5, 4)
+        values[torch.rand(shape, generator=generator) < 0.3] = 0.0
+        values = values.to(dtype).to(device)
+        for scale in (NAN, INF, -INF, 0.0, -2.3, LARGEST, SMALLEST):
+            yield Item(values=values, scale=torch.tensor(scale, device=device), fmt=fmt)
+        for dim in (0, 1):
+            each = torch.full((shape[0], 1) if dim else (1, shape[1]), 2.3, device=device)
+            for odd in ((NAN, 1.0), (INF, 1.0), (0.0, 1.0), (LARGEST, SMALLEST), (-2.3, 700.0)):
+                scale = each.clone()
+                scale.view(-1)[:2] = torch.tensor(odd)
+                yield Item(values=values, scale=scale, fmt=fmt)
+    no_number = values.clone()
+    no_number[0, 0] = NAN
+    yield Item(values=no_number, scale=torch.tensor(NAN, device=device), fmt=fmt)
+    yield Item(values=torch.zeros_like(values), scale=torch.tensor(NAN, device=device), fmt=fmt)
 
 
 def with_scales(values: torch.Tensor, fmt: Fp8Format) -> Iterator[Item]:
@@ -100,6 +132,7 @@ def cast_differences(device: str, large: int) -> Iterator[str]:
     """The same of the kernel that counts one cast where it happens, and adds to what it counted before."""
     from fp8watch.capture.te import cast_kernel as kernel
     from fp8watch.capture.te.cast_rows import CastRows
+    from fp8watch.capture.te.tensors import scale_of
 
     for items in groups(device, large):
         for i, item in enumerate(items):
@@ -112,7 +145,7 @@ def cast_differences(device: str, large: int) -> Iterator[str]:
                 if not kernel.add(row, item.values, item.codes, inverse, fmt=item.fmt):
                     yield f"cast {item.fmt.name} {item.values.dtype} {i} was not taken"
             counts, sums = row.counts, row.sums
-            once = count_by_torch(replace(item, scale=inverse.reciprocal().reshape(())))
+            once = count_by_torch(replace(item, scale=scale_of(inverse).reshape(())))
             saturated, before, after, nonfinite = counts.sum(0).tolist()
             found = {
                 "saturated": saturated, "underflowed": before - after, "nonfinite": nonfinite,
@@ -127,9 +160,12 @@ def cast_differences(device: str, large: int) -> Iterator[str]:
 
 
 def main() -> int:
+    from flushed_inverse import flush
+
     from fp8watch.capture.statistics import kernels
     from fp8watch.capture.te import cast_kernel
 
+    flush()
     kernels.ELEMENTS_A_PROGRAM, kernels.THREADS = 4096, 128  # several programs a tensor, and blocks a program
     cast_kernel.PROGRAMS, cast_kernel.THREADS, cast_kernel.DEVICE = 3, 64, "cpu"
     items = [item for group in groups("cpu", 6400) for item in group]

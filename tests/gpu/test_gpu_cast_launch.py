@@ -21,8 +21,9 @@ from kernel_cases import SUMS, groups  # noqa: E402
 from fp8watch.capture.statistics.count import count_by_torch  # noqa: E402
 from fp8watch.capture.te import cast_kernel  # noqa: E402
 from fp8watch.capture.te import statistics as te_statistics  # noqa: E402
-from fp8watch.capture.te.cast_launch import repeat  # noqa: E402
+from fp8watch.capture.te.cast_launch import ALIGNMENT, repeat  # noqa: E402
 from fp8watch.capture.te.cast_rows import CastRow, CastRows  # noqa: E402
+from fp8watch.capture.te.tensors import scale_of  # noqa: E402
 from fp8watch.capture.triton_launch import KNOWN_VERSIONS, is_hooked  # noqa: E402
 from fp8watch.emulation.cast import to_float8  # noqa: E402
 from fp8watch.formats import E4M3, E5M2  # noqa: E402
@@ -63,11 +64,15 @@ def test_the_short_way_counts_what_the_long_one_counts() -> None:
             warm = torch.zeros(4096, device="cuda", dtype=item.values.dtype)
             first(short, warm, cast(warm, code=code))  # zeros: adds nothing
             assert short.last is not None
-            assert repeat(short, item.values, item.codes, made)
+            is_aligned = (item.values.data_ptr() | item.codes.data_ptr()) % ALIGNMENT == 0
+            assert repeat(short, item.values, item.codes, made) is is_aligned
+            if not is_aligned:  # another kernel's
+                assert not short.counts.any()
+                continue
             taken += 1
             assert torch.equal(long.counts, short.counts)
             assert torch.allclose(long.sums, short.sums, rtol=0.0, atol=0.0, equal_nan=True)
-            inverted = made._scale_inv.reciprocal().reshape(())
+            inverted = scale_of(made._scale_inv).reshape(())
             reference = count_by_torch(type(item)(values=item.values, scale=inverted, fmt=item.fmt, codes=item.codes))
             saturated, before, after, nonfinite = short.counts.sum(0).tolist()
             assert (saturated, before - after, nonfinite) == (

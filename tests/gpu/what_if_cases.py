@@ -56,8 +56,11 @@ def differences(found: list[WhatIfStatistics], items: list[Item]) -> list[str]:
 
 
 def main() -> int:
+    from flushed_inverse import flush
+
     from fp8watch.capture.statistics import what_if_kernels as kernels
 
+    flush()
     kernels.TILES_A_PROGRAM, kernels.TILES[1] = 48, 16  # several programs a tensor, fewer turns of a slow loop
     items = [item for group in groups("cpu", 6400) for item in group]
     return report(differences(kernels.launch(items, amaxes(items)), items))

@@ -123,7 +123,7 @@ def count_made(values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format, codes:
     return CastStatistics(
         quantized=torch.full((), values.numel(), dtype=torch.int64, device=values.device),
         saturated=torch.count_nonzero(scaled.abs() > fmt.max),
-        underflowed=torch.count_nonzero(values) - torch.count_nonzero(made),
+        underflowed=torch.count_nonzero((values != 0) & (made == 0)),
         nonfinite=torch.count_nonzero(~torch.isfinite(values)),
         squared_error=torch.dot(error, error),
         squared_values=values.square().sum(),

@@ -21,10 +21,12 @@ LARGE = 1 << 30
 
 def by_rows(item: Item) -> Item:
     """A transposed matrix (torchao's weights) as it lies in memory, because counts do not depend on the order."""
-    values = item.values
-    if values.dim() != 2 or values.is_contiguous() or not values.t().is_contiguous():
+    values, scale = item.values, item.scale
+    if values.dim() != 2 or scale.dim() > 2 or values.is_contiguous() or not values.t().is_contiguous():
         return item
-    scale = item.scale.t() if item.scale.dim() == 2 else item.scale
+    if scale.dim() == 1 and scale.numel() > 1:  # one per column, as tensors broadcast
+        scale = scale.reshape(1, -1)
+    scale = scale.t()
     codes = None if item.codes is None else item.codes.t()
     return replace(item, values=values.t(), scale=scale, codes=codes)
 

@@ -58,33 +58,48 @@ def rounded(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def inverse_of(scale, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inverse of scales, to the accuracy of the sums; counts never depend on it."""
+def four_over(scale, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four times the inverse of scales, to the accuracy of the sums; counts never depend on it.
+
+    For scales per column, whose inverse is taken for every element. Those below 2^-124, which no finite amax gives, may
+    have an infinite one.
+    """
+    quarter = scale * 0.25
     if HAS_FP8:
-        # One instruction rather than eight, which a scale per column takes for every element. It takes subnormals for
-        # zero: no usable scale is one, and an error that an inverse so small divides is zero in FP32.
+        # One instruction rather than the eight of a division. It takes subnormals for zero, and makes zeros of them: so
+        # a quarter, because the inverse of the largest scales is subnormal.
         inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        inverse = 1.0 / scale
+        inverse = 1.0 / quarter
     return inverse
+
+
+@triton.jit
+def is_finite(scale):  # type: ignore[no-untyped-def]
+    """Not NaN, nor infinite."""
+    return tl.abs(scale) <= 3.4028234663852886e38
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tally(  # type: ignore[no-untyped-def]
-    x, scaled, code, inverse, FP8_MAX: tl.constexpr, COUNT: tl.constexpr = tl.int32
+    x, scaled, code, inverse, FP8_MAX: tl.constexpr, ZEROS_STAY: tl.constexpr = False
 ):  # fmt: skip
-    """Per element: saturated, not zero before, not zero after, not finite (COUNT), squared error, square (float32).
+    """Per element: saturated, not zero before, not zero before and after, not finite, squared error, square (float32).
 
     `scaled`: `x` times the scale; `code`: the value of its code; `inverse`: of the scale. As float32 a count takes two
     instructions, one less than as int32, and is exact up to 2^24.
+    A scale that is NaN or infinite makes NaN of zeros, and of what lanes past a tensor's end have in place of elements.
+    ZEROS_STAY: the scale is finite and `code` made with it, or the caller corrects the third count.
     """
-    saturated = (tl.abs(scaled) > FP8_MAX).to(COUNT)
-    before = (x != 0.0).to(COUNT)
-    after = (code != 0.0).to(COUNT)
+    saturated = (tl.abs(scaled) > FP8_MAX).to(tl.float32)
+    before = tl.where(x != 0.0, 1.0, 0.0)
+    after = tl.where(code != 0.0, 1.0, 0.0)
+    if not ZEROS_STAY:
+        after *= before
     # NaN is not less either. Compared with the largest number, because LLVM makes three instructions of infinity.
-    nonfinite = (~(tl.abs(x) <= 3.4028234663852886e38)).to(COUNT)
+    nonfinite = (~(tl.abs(x) <= 3.4028234663852886e38)).to(tl.float32)
     difference = (scaled - code) * inverse
     return saturated, before, after, nonfinite, difference * difference, x * x
 
@@ -101,6 +116,8 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     ALIGNMENT: what addresses are multiples of; a scale changes only between units, or with every element (MODE 2).
     """
     BLOCK: tl.constexpr = UNITS * EACH
+    # By unit or at the end, where it costs less: without codes, nothing becomes zero by a scale that is not finite.
+    CORRECTS: tl.constexpr = MODE != 2 and not HAS_CODES
     program = tl.program_id(0)
     tensor = first + tl.program_id(1)
     row = table + tensor * 5
@@ -114,6 +131,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     step = programs.to(tl.int64) * BLOCK
     if MODE == 0:
         scale = tl.load(scales)
+        inverse = 1.0 / scale
     else:
         # Where each unit lies. A step adds to it, because a division for every block would cost more than the counting.
         length = tl.load(row + 4)
@@ -142,17 +160,25 @@ def _count_kernel(  # type: ignore[no-untyped-def]
             scale = tl.load(scales + line, mask=inside, other=1.0)
         elif MODE == 2:
             scale = tl.load(scales + (column + each), mask=inside, other=1.0)
+        if MODE != 0:
+            inverse = four_over(scale, HAS_FP8)
         scaled = x * scale
         if HAS_CODES:
             code = byte.to(CODES, bitcast=True).to(tl.float32)
         else:
             code = rounded(scaled, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
-        s, b, a, n, e, q = tally(x, scaled, code, inverse_of(scale, HAS_FP8), FP8_MAX, tl.float32)
+        s, b, a, n, e, q = tally(x, scaled, code, inverse, FP8_MAX, CORRECTS)
         saturated += tl.sum(s, 1)
         before += tl.sum(b, 1)
-        after += tl.sum(a, 1)
         nonfinite += tl.sum(n, 1)
-        error += tl.sum(e, 1)
+        if CORRECTS and MODE == 1:
+            after += tl.where(is_finite(tl.reshape(scale, [UNITS])), tl.sum(a, 1), tl.sum(b, 1))
+        else:
+            after += tl.sum(a, 1)
+        if MODE != 0:
+            error += tl.sum(e, 1) * 0.0625
+        else:
+            error += tl.sum(e, 1)
         square += tl.sum(q, 1)
         largest = tl.max(tl.abs(x), 1)  # not NaN, unless all are
         amax = tl.maximum(amax, tl.where(largest != largest, 0.0, largest))
@@ -163,6 +189,8 @@ def _count_kernel(  # type: ignore[no-untyped-def]
             is_over = column >= length
             line += is_over.to(tl.int32)
             column = tl.multiple_of(tl.where(is_over, column - length, column), [EACH, EACH])
+    if CORRECTS and MODE == 0:
+        after = tl.where(is_finite(scale), after, before)
     place = tensor * programs + program
     tl.store(counts + place * 4, tl.sum(saturated.to(tl.int32), 0).to(tl.int64))
     tl.store(counts + place * 4 + 1, tl.sum(before.to(tl.int32), 0).to(tl.int64))

@@ -33,18 +33,21 @@ _COUNTS, _SUMS = 1 + 2 * len(CANDIDATES), 1 + len(CANDIDATES)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lost(  # type: ignore[no-untyped-def]
-    x, scale, inverse,
+    x, before, scale, inverse,
     CODES: tl.constexpr, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr, HAS_FP8: tl.constexpr,
+    ZEROS_STAY: tl.constexpr = True,
 ):  # fmt: skip
-    """Saturated, not zero after and squared error of one cast of x [.., .., each], added up over the last axis.
+    """Saturated, not zero before and after, squared error of one cast of x [.., .., each], added up over the last axis.
 
-    All float32, as in `kernels.tally`.
+    `before`: whether x is not zero. All float32, and ZEROS_STAY, as in `kernels.tally`.
     """
     scaled = x * scale
     code = kernels.rounded(scaled, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
     difference = (scaled - code) * inverse
     saturated = (tl.abs(scaled) > FP8_MAX).to(tl.float32)
-    after = (code != 0.0).to(tl.float32)
+    after = tl.where(code != 0.0, 1.0, 0.0)
+    if not ZEROS_STAY:
+        after *= before
     return tl.sum(saturated, 2), tl.sum(after, 2), tl.sum(difference * difference, 2)
 
 
@@ -83,6 +86,7 @@ def _what_if_kernel(  # type: ignore[no-untyped-def]
     length = tl.multiple_of(tl.load(row + 3), ALIGNMENT)
     if MODE == 0:
         scale = tl.load(scales)
+        half_inverse, quarter_inverse = 1.0 / (scale * 0.5), 1.0 / (scale * 0.25)
     elif MODE == 2:
         scales = tl.multiple_of(scales, ALIGNMENT)
     own = tl.load(current + tensor)
@@ -128,19 +132,26 @@ def _what_if_kernel(  # type: ignore[no-untyped-def]
             scale = tl.load(scales + of_unit, mask=of_unit < lines, other=1.0)[:, :, None]
         elif MODE == 2:
             scale = tl.reshape(tl.load(scales + place, mask=inside, other=1.0), [TILES, UNITS, EACH])
-        before += tl.sum((x != 0.0).to(tl.float32), 2)
+        if MODE != 0:
+            quarter_inverse = kernels.four_over(scale, HAS_FP8)
+            half_inverse = quarter_inverse * 0.5
+        not_zero = tl.where(x != 0.0, 1.0, 0.0)
+        b = tl.sum(not_zero, 2)
+        before += b
         square += tl.sum(x * x, 2)
-        half = scale * 0.5
-        inverse = kernels.inverse_of(half, HAS_FP8)
-        s, a, e = _lost(x, half, inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
+        s, a, e = _lost(
+            x, not_zero, scale * 0.5, half_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8, MODE != 2
+        )  # fmt: skip
         saturated_1 += s
-        after_1 += a
+        after_1 += tl.where(kernels.is_finite(tl.reshape(scale, [TILES, UNITS])), a, b) if MODE == 1 else a
         error_1 += e
-        s, a, e = _lost(x, scale * 0.25, inverse * 2.0, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
+        s, a, e = _lost(
+            x, not_zero, scale * 0.25, quarter_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8, MODE != 2
+        )  # fmt: skip
         saturated_2 += s
-        after_2 += a
+        after_2 += tl.where(kernels.is_finite(tl.reshape(scale, [TILES, UNITS])), a, b) if MODE == 1 else a
         error_2 += e
-        s, a, e = _lost(x, own, own_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
+        s, a, e = _lost(x, not_zero, own, own_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
         saturated_3 += s
         after_3 += a
         error_3 += e
@@ -149,12 +160,12 @@ def _what_if_kernel(  # type: ignore[no-untyped-def]
         short = tl.max(tl.reshape(largest, [TILES, 4, UNITS // 4]), 2)
         long = tl.max(short, 1)[:, None]
         tile_scale, tile_inverse = _tile_scale(long, TILES, EACH)
-        s, a, e = _lost(x, tile_scale, tile_inverse, E4M3, E4M3_MAX, E4M3_MIN_NORMAL, E4M3_MAGIC, HAS_FP8)
+        s, a, e = _lost(x, not_zero, tile_scale, tile_inverse, E4M3, E4M3_MAX, E4M3_MIN_NORMAL, E4M3_MAGIC, HAS_FP8)
         saturated_4 += s
         after_4 += a
         error_4 += e
         tile_scale, tile_inverse = _tile_scale(short, TILES, EACH)
-        s, a, e = _lost(x, tile_scale, tile_inverse, E4M3, E4M3_MAX, E4M3_MIN_NORMAL, E4M3_MAGIC, HAS_FP8)
+        s, a, e = _lost(x, not_zero, tile_scale, tile_inverse, E4M3, E4M3_MAX, E4M3_MIN_NORMAL, E4M3_MAGIC, HAS_FP8)
         saturated_5 += s
         after_5 += a
         error_5 += e
@@ -165,6 +176,9 @@ def _what_if_kernel(  # type: ignore[no-untyped-def]
             first_line += 1
             first_tile -= a_row
 
+    if MODE == 0:  # as in `kernels`: nothing becomes zero by a scale that is not finite
+        after_1 = tl.where(kernels.is_finite(scale), after_1, before)
+        after_2 = tl.where(kernels.is_finite(scale), after_2, before)
     to = counts + (tensor * programs + program) * 11
     tl.store(to, tl.sum(before.to(tl.int32)).to(tl.int64))
     tl.store(to + 1, tl.sum(saturated_1.to(tl.int32)).to(tl.int64))

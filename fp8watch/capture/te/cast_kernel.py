@@ -42,10 +42,17 @@ class _Launch(NamedTuple):
 _launches: dict[tuple[Any, ...], _Launch] = {}
 
 
+@triton.jit
+def scale_of(inverse):  # type: ignore[no-untyped-def]
+    """The scale of a cast from its inverse, as `tensors.scale_of` has it."""
+    scale = tl.math.div_rn(1.0, inverse)  # `/` may be a unit in the last place off, and torch divides exactly
+    return tl.where((scale > 3.4028234663852886e38) & (inverse > 0.0), 3.4028234663852886e38, scale)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _of_block(x, code, scale, inverse, FP8_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
     """The tallies of elements [threads, each], added up by thread."""
-    s, b, a, n, e, q = tally(x, x * scale, code, inverse, FP8_MAX, tl.float32)
+    s, b, a, n, e, q = tally(x, x * scale, code, inverse, FP8_MAX)
     return tl.sum(s, 1), tl.sum(b, 1), tl.sum(a, 1), tl.sum(n, 1), tl.sum(e, 1), tl.sum(q, 1)
 
 
@@ -75,7 +82,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     if start >= numel:
         return
     inverse = tl.load(inverse_at)
-    scale = tl.math.div_rn(1.0, inverse)  # `/` may be a unit in the last place off, and torch divides exactly
+    scale = scale_of(inverse)
     # One counter a thread, not one an element: registers are what limits the number of loads in flight. As float32, in
     # which a count takes fewer instructions and is exact up to 2^24: that many elements a thread are 10^12 of a tensor.
     saturated = tl.zeros([THREADS], tl.float32)

@@ -16,7 +16,7 @@ import torch
 Key = tuple[str, str]
 """Identifies a column: qualified module name, tensor."""
 NUM_COUNTS, NUM_SUMS = 4, 2
-"""Saturated, non-zero before, non-zero after, non-finite; squared error, squared values."""
+"""Saturated, non-zero before, non-zero before and after, non-finite; squared error, squared values."""
 Place = tuple[torch.Tensor, torch.Tensor, int, int]
 """Of a row: `counts`, `sums`, `counts_at` and `sums_at` of `CastRow`."""
 ROOM = 128

@@ -82,14 +82,18 @@ class CastTap:
         """Casts that could not be looked at; the first failure switches this tap off."""
 
     def listen(self) -> None:
-        """Start listening; does nothing after a failure."""
+        """Start listening; does nothing after a failure. Raises if a patch cannot be put in, and listens to nothing."""
         if self._is_listening or self.num_failures:
             return
-        self._is_listening = True
         if not self._patches:
             if not self._places:
                 self._places = list(self._find())
-            self._patches.put(self._places)
+            try:
+                self._patches.put(self._places)
+            except BaseException:
+                self._patches.take_out()  # those that are in: half of them would be taken for all
+                raise
+        self._is_listening = True
 
     @property
     def is_in_place(self) -> bool:

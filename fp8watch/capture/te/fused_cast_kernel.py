@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES, tally
-from fp8watch.capture.te.cast_kernel import EACH, PROGRAMS, THREADS, add_to_totals
+from fp8watch.capture.te.cast_kernel import EACH, PROGRAMS, THREADS, add_to_totals, scale_of
 from fp8watch.formats import Fp8Format
 
 __all__ = ["EACH", "FORMS", "SOURCES", "constants", "launch"]
@@ -88,7 +88,7 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
     if start >= numel:
         return
     inverse = tl.load(inverse_at)
-    scale = tl.math.div_rn(1.0, inverse)
+    scale = scale_of(inverse)
     saturated = tl.zeros([THREADS], tl.float32)
     before = tl.zeros([THREADS], tl.float32)
     after = tl.zeros([THREADS], tl.float32)
@@ -130,7 +130,7 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
         # Outside, `x` may be anything: beyond the last element a norm's row has no mean.
         x = tl.where(inside, x, 0.0)
         code = tl.load(codes + unit + each, mask=inside, other=0).to(CODES, bitcast=True).to(tl.float32)
-        s, b, a, n, e, q = tally(x, x * scale, code, inverse, FP8_MAX, tl.float32)
+        s, b, a, n, e, q = tally(x, x * scale, code, inverse, FP8_MAX)
         saturated += tl.sum(s, 1)
         before += tl.sum(b, 1)
         after += tl.sum(a, 1)

@@ -11,6 +11,7 @@ Importing this does not need Triton.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -54,6 +55,8 @@ class Operands(NamedTuple):
     numel: int
     width: int
     """Elements in a row of the result."""
+    run: int
+    """Adjacent ones of a row that are made alike: half of it where the halves differ."""
     is_zero_centered: bool
 
 
@@ -86,6 +89,8 @@ class FusedCasts:
         self._trials: dict[str, _Trial] = {}
         """Those that are not over."""
         self._num_trials: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        """For starting trials."""
         self._launches: dict[tuple[Any, ...], _Launch] = {}
         self._formats: dict[Any, Fp8Format] = {}
         """By TE's dtype code."""
@@ -126,15 +131,18 @@ class FusedCasts:
         """Start the trial of a function, if it has had none. `source`: what its second call has returned."""
         if name in self._is_right or name in self._trials:
             return
-        self._num_trials[name] += 1
-        self._is_right[name] = False  # unless all of this succeeds
-        try:
-            self._start_trial(name, args, options, result, source, made, fmt)
-        except Exception:
-            logger.warning("fp8watch: %s is called again to be counted", name, exc_info=True)
-            return
-        if name in self._trials or self._num_trials[name] < MOST_TRIALS:
-            del self._is_right[name]
+        with self._lock:
+            if name in self._is_right or name in self._trials:  # another thread was first
+                return
+            self._num_trials[name] += 1
+            self._is_right[name] = False  # unless all of this succeeds
+            try:
+                self._start_trial(name, args, options, result, source, made, fmt)
+            except Exception:
+                logger.warning("fp8watch: %s is called again to be counted", name, exc_info=True)
+                return
+            if name in self._trials or self._num_trials[name] < MOST_TRIALS:
+                del self._is_right[name]
 
     def _start_trial(
         self, name: str, args: Sequence[Any], options: dict[str, Any], result: Any, source: torch.Tensor, made: Any,
@@ -154,16 +162,19 @@ class FusedCasts:
 
     def _add(self, row: CastRow, name: str, operands: Operands, made: Any) -> bool:
         """Launch the kernel, as short as `cast_launch.repeat` does, if this cast is like the row's last one."""
-        tensors, numel, width, is_zero_centered = operands
+        tensors, numel, width, run, is_zero_centered = operands
         first, second, third, mean, spread = tensors
         codes, inverse, code = made._data, made._scale_inv, made._fp8_dtype
         first_at, second_at, third_at = first.data_ptr(), second.data_ptr(), third.data_ptr()
-        codes_at = codes.data_ptr()
+        codes_at, mean_at, spread_at, inverse_at = (
+            codes.data_ptr(), mean.data_ptr(), spread.data_ptr(), inverse.data_ptr()
+        )  # fmt: skip
         each = self._kernel.EACH
         if (
-            codes.numel() != numel or numel >= LARGE or numel % each or width % each
+            codes.numel() != numel or numel >= LARGE or numel % each or run % each
             or (first_at | second_at | third_at | codes_at) % ALIGNMENT
-            or not (first_at and second_at and third_at and codes_at)  # a tensor that only stands for others
+            # A tensor that only stands for others.
+            or not (first_at and second_at and third_at and codes_at and mean_at and spread_at and inverse_at)
         ):  # fmt: skip
             return False
         known: _Launch | None = row.fused
@@ -174,8 +185,8 @@ class FusedCasts:
         ):  # fmt: skip
             return self._add_first(row, name, operands, made)
         arguments = (
-            first_at, second_at, third_at, mean.data_ptr(), spread.data_ptr(), codes_at, inverse.data_ptr(),
-            row.counts_at, row.sums_at, numel, width,
+            first_at, second_at, third_at, mean_at, spread_at, codes_at, inverse_at, row.counts_at, row.sums_at,
+            numel, width,
         )  # fmt: skip
         if known.shortcut is not None and self._is_short:
             launch, programs, function, cooperative, dependent, metadata, device, current_device, stream = (
@@ -195,17 +206,18 @@ class FusedCasts:
         return True
 
     def _add_first(self, row: CastRow, name: str, operands: Operands, made: Any) -> bool:
-        tensors, numel, width, is_zero_centered = operands
+        tensors, numel, width, _, is_zero_centered = operands
         codes, fmt = made._data, self._formats.get(made._fp8_dtype)
         device = codes.get_device()
         if (
             fmt is None or codes.dtype != torch.uint8 or device != row.counts.get_device()
             or (codes.is_cuda and torch.cuda.current_device() != device)
+            or made._scale_inv.numel() != 1 or made._scale_inv.dtype is not torch.float32
             or not all(tensor.dtype in self._kernel.SOURCES and type(tensor) in _PLAIN for tensor in tensors)
         ):  # fmt: skip
             return False
         dtypes = tensors[0].dtype, tensors[1].dtype, tensors[2].dtype
-        kind = (name, dtypes, fmt.name, is_zero_centered, device)
+        kind = (name, dtypes, made._fp8_dtype, is_zero_centered, device)
         known = self._launches.get(kind)
         if known is not None:
             row.fused = known
@@ -215,13 +227,17 @@ class FusedCasts:
         compiled = self._kernel.launch(
             (*tensors, codes, made._scale_inv, row.counts, row.sums), numel, width, constants
         )  # fmt: skip
-        row.elements += numel
+        row.elements += numel  # counted, whatever becomes of the next cast
         if hasattr(compiled, "packed_metadata") and not (row.counts_at | row.sums_at) % ALIGNMENT:
-            programs = self._reference.PROGRAMS
-            row.fused = self._launches[kind] = _Launch(
-                compiled[(programs, 1, 1)], constants, shortcut(compiled, programs, device), name, dtypes,
-                made._fp8_dtype, is_zero_centered,
-            )  # fmt: skip
+            try:
+                programs = self._reference.PROGRAMS
+                row.fused = self._launches[kind] = _Launch(
+                    compiled[(programs, 1, 1)], constants, shortcut(compiled, programs, device), name, dtypes,
+                    made._fp8_dtype, is_zero_centered,
+                )  # fmt: skip
+            except Exception:
+                logger.warning("fp8watch: %s is called again to be counted", name, exc_info=True)
+                self._is_right[name] = False
         return True
 
 
@@ -235,14 +251,17 @@ def operands_of(name: str, args: Sequence[Any], options: dict[str, Any], result:
         is_zero_centered = args[at] if len(args) > at else options.get("zero_centered_gamma")
         weight, mean, spread = args[1], result[1], result[2]
         bias = args[2] if form == "layernorm" else first
-        mean = spread if mean is None else mean
+        mean = mean if form == "layernorm" else spread
         if (
             not isinstance(is_zero_centered, bool) or not isinstance(weight, _Tensor) or not isinstance(bias, _Tensor)
-            or weight.numel() != width or spread.dtype is not torch.float32 or mean.dtype is not torch.float32
-            or spread.numel() * width != numel or not first.is_contiguous()
+            or not isinstance(mean, _Tensor) or weight.numel() != width or (bias is not first and bias.numel() != width)
+            or spread.dtype is not torch.float32 or mean.dtype is not torch.float32
+            or spread.numel() * width != numel or mean.numel() != spread.numel()
+            or not (first.is_contiguous() and weight.is_contiguous() and bias.is_contiguous())
+            or not (mean.is_contiguous() and spread.is_contiguous())
         ):  # fmt: skip
             return None
-        return Operands((first, weight, bias, mean, spread), numel, width, is_zero_centered)
+        return Operands((first, weight, bias, mean, spread), numel, width, width, is_zero_centered)
     second = first
     if form in ("derivative", "gated_derivative"):
         second = args[1]
@@ -255,7 +274,8 @@ def operands_of(name: str, args: Sequence[Any], options: dict[str, Any], result:
         return None
     if form == "derivative" and first.numel() != numel:
         return None
-    return Operands((first, second, first, first, first), numel, width, False)
+    run = width // 2 if form == "gated_derivative" else width
+    return Operands((first, second, first, first, first), numel, width, run, False)
 
 
 def _to_host(sums: torch.Tensor) -> _Trial:

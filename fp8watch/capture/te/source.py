@@ -17,7 +17,7 @@ import torch
 
 from fp8watch.capture.cost_meter import CostMeter
 from fp8watch.capture.governor import Kind
-from fp8watch.capture.source import Reading
+from fp8watch.capture.source import OneStep, Reading
 from fp8watch.capture.te.delayed import TeDelayedSource
 from fp8watch.capture.te.gemm_tap import GemmTap
 from fp8watch.capture.te.stateless import TeStatelessSource
@@ -52,6 +52,7 @@ class TeSource:
         except (ImportError, AttributeError) as error:
             logger.warning("fp8watch: casts of this Transformer Engine cannot be counted: %s", error)
         self._num_begins = 0
+        self._step = OneStep()
         self._was_sampled = True
         """Whether wrappers around casts may be in place."""
         self._to_ask: list[torch.nn.Module] = []
@@ -116,13 +117,16 @@ class TeSource:
         """Start an optimizer step."""
         self._delayed.begin(with_statistics=with_statistics)
         self._num_begins += 1
-        if self._statistics is not None and (with_statistics or self._was_sampled):
-            self._statistics.begin(is_sampled=with_statistics)
-            self._was_sampled = self._statistics.is_listening  # until no wrapper is left
         if self._stateless is not None:
             self._stateless.begin(with_statistics=with_statistics)
-        elif (
-            (self._num_begins % THEN_EVERY == 0 or self._num_begins <= EVERY_STEP_UNTIL)
+        self._step.begin()  # also if counting, or looking for stateless recipes, fails
+        if self._statistics is not None and (with_statistics or self._was_sampled):
+            self._was_sampled = True  # if it raises, what is in place is taken out by the next step
+            self._statistics.begin(is_sampled=with_statistics)
+            self._was_sampled = self._statistics.is_listening  # until no wrapper is left
+        if (
+            self._stateless is None
+            and (self._num_begins % THEN_EVERY == 0 or self._num_begins <= EVERY_STEP_UNTIL)
             and self._why_not is None and self._is_stateless_found()
         ):  # fmt: skip
             self._listen()
@@ -133,7 +137,11 @@ class TeSource:
 
     def read(self) -> Reading | None:
         """The numbers of both parts; a part that did not run counts as not observed."""
+        if self._step.is_mixed(self):
+            return None
         reading = self._delayed.read() if self._stateless is None else self._read(self._stateless)
+        if reading is not None:
+            self._step.end()
         if self._statistics is not None and self._was_sampled:
             reading = self._statistics.add_to(reading, self.columns)
         return reading

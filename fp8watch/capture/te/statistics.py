@@ -32,7 +32,7 @@ from fp8watch.capture.te.cast_tap import CastTap
 from fp8watch.capture.te.fused_casts import FusedCasts
 from fp8watch.capture.te.slots import slot_names
 from fp8watch.capture.te.states import delayed_states, element_names, metas, quantizers_of
-from fp8watch.capture.te.tensors import format_name
+from fp8watch.capture.te.tensors import format_name, scale_of
 from fp8watch.capture.triton_launch import is_hooked
 from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.formats import FORMATS, Fp8Format
@@ -81,13 +81,14 @@ class TeStatistics:
 
     def begin(self, *, is_sampled: bool) -> None:
         """Start a step."""
-        if not is_sampled and not self._is_sampled:  # like the previous step
+        was_sampled, self._is_sampled = self._is_sampled, False
+        # Until everything below has succeeded: old counts must not be taken for this step's.
+        if not is_sampled and not was_sampled:
             self._tap.leave()
             return
         self._looked_at, self.is_looking = frozenset(), False
         if self._what_if is not None:
             self._what_if.begin(None)
-        self._is_sampled = False  # until everything below has succeeded: old counts must not be taken for this step's
         if not is_sampled or self._tap.num_failures:
             self._tap.leave()
             if self.rows is not None:
@@ -225,7 +226,7 @@ class TeStatistics:
         kernel = self._kernel
         with torch.no_grad():
             if kernel is None or not kernel.add(row, values, codes, inverse, fmt=fmt, code=code):
-                counted = count_made(values.reshape(-1), inverse.reciprocal().reshape(()), fmt, codes.reshape(-1))
+                counted = count_made(values.reshape(-1), scale_of(inverse).reshape(()), fmt, codes.reshape(-1))
                 before = torch.count_nonzero(values)
                 after = before - counted.underflowed
                 row.counts[0] += torch.stack([counted.saturated, before, after, counted.nonfinite])
@@ -240,11 +241,17 @@ class TeStatistics:
         if found is None:
             return
         with UNTIMED if self.meters is None else self.meters["what_if"].piece(), torch.no_grad():
+            log = self._what_if or self._new_log(source.device)
+            scale, fmt = scale_of(found[1]).reshape(()), self._format(getattr(made, "_fp8_dtype", None))
+            log.offer(row.number, values=source, scale=scale, fmt=fmt, amax=None)
+
+    def _new_log(self, device: torch.device) -> WhatIfLog:
+        with self._lock:
             if self._what_if is None:
-                self._what_if = WhatIfLog(0, source.device)
-                self._what_if.begin(None)
-            scale, fmt = found[1].reciprocal().reshape(()), self._format(getattr(made, "_fp8_dtype", None))
-            self._what_if.offer(row.number, values=source, scale=scale, fmt=fmt, amax=None)
+                log = WhatIfLog(None, device)
+                log.begin(None)
+                self._what_if = log
+            return self._what_if
 
     def _parts(self, source: torch.Tensor, made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See `_per_tensor`. None also on another device than that of the rows."""

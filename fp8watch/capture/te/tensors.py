@@ -64,6 +64,16 @@ class TensorScales:
         return None if self.recipe == "nvfp4" else self.worst.reciprocal()
 
 
+def scale_of(inverse: torch.Tensor) -> torch.Tensor:
+    """float32, the scale of a cast from its `_scale_inv`.
+
+    Transformer Engine's largest scale is the largest float32 (`common/recipe/recipe_common.cuh`), of whose inverse the
+    inverse is infinite.
+    """
+    scale = inverse.reciprocal()
+    return torch.where(inverse > 0, scale.clamp(max=torch.finfo(torch.float32).max), scale)
+
+
 def format_name(dtype: Any) -> str:
     """Key of `fp8watch.formats.FORMATS` for a member of TE's dtype enumeration; E4M3 if it names no FP8 format.
 

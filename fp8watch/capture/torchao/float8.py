@@ -22,7 +22,7 @@ from fp8watch.capture.cast_log import CastLog
 from fp8watch.capture.cost_meter import CostMeter
 from fp8watch.capture.governor import Kind
 from fp8watch.capture.host_flags import HostFlags
-from fp8watch.capture.source import Reading
+from fp8watch.capture.source import OneStep, Reading
 from fp8watch.capture.statistics import COUNTS, TensorStatistics, count
 from fp8watch.capture.statistics.block_scales import BlockStatistics, block_statistics, spread_log2
 from fp8watch.capture.statistics.count import format_of
@@ -71,6 +71,7 @@ class TorchaoSource:
         self.meters: Mapping[Kind, CostMeter] | None = None
         """Times the sampling work; see `fp8watch.capture.closer`."""
         self._what_if = WhatIfLog(num, self._device)
+        self._step = OneStep()
         self._is_high_precision = [False] * num
         self._calls: dict[Phase, list[int]] = {}
         self._gradients = [0] * len(self._modules)
@@ -142,6 +143,7 @@ class TorchaoSource:
         self._gradients = [0] * len(self._modules)
         if self._may_be_compiled():
             self._notes.clear()
+        self._step.begin()
 
     def look_closer(self, modules: Sequence[str] | None) -> bool:
         """See `fp8watch.capture.closer.LooksCloser`. Only eager layers are measured; compiled ones run no Python."""
@@ -152,6 +154,8 @@ class TorchaoSource:
 
     def read(self) -> Reading | None:
         """This step's numbers; None if no layer ran, or only compiled ones that are not known yet."""
+        if self._step.is_mixed(self):
+            return None
         self._num_reads += 1
         noted = self._notes.gather() if self._may_be_compiled() else None
         if noted is not None:
@@ -161,6 +165,7 @@ class TorchaoSource:
         self._show()
         if not self._shown or not (self._log or self._was_compiled):
             return None
+        self._step.end()
         amax, amax_last, scale, has_cast = self._log.total()
         was_cast = has_cast & (scale < torch.inf)
         high_precision = torch.tensor(self._is_high_precision, device="cpu", pin_memory=self._device.type == "cuda")
