@@ -265,22 +265,30 @@ class Rollback:
         order = chosen.order
         try:
             report = order.manager.put_back(chosen.loaded, skip_batches=order.skip_batches, refused=chosen.refused)
+            self._continue_from(report, order, step)
         except PartlyRestored as error:
             self._context.halt_reason = f"rollback failed half-way: {error}"
             raise
-        if self._first_update is not None:
-            self._first_update.remove()
-        self._first_update = FirstUpdate(self._context)
-        try:
-            order.manager.note_rollback(
-                report, from_step=step, skip_batches=order.skip_batches, setting=order.setting
-            )  # fmt: skip
-        except CheckpointError as error:
-            self._context.note(f"rolled back, but the rollback could not be recorded: {error}")
-        self._context.rewind(report.step)
-        for name, reason in report.refused.items():
-            self._context.note(f"checkpoint {name} was refused: {reason}")
         return report
+
+    def _continue_from(self, report: RestoreReport, order: _Order, step: int) -> None:
+        """Record the rollback, and count on from the restored step. Raises `PartlyRestored`: the state is back, but the
+        counters may not be."""
+        try:
+            if self._first_update is not None:
+                self._first_update.remove()
+            self._first_update = FirstUpdate(self._context)
+            try:
+                order.manager.note_rollback(
+                    report, from_step=step, skip_batches=order.skip_batches, setting=order.setting
+                )  # fmt: skip
+            except Exception as error:
+                self._context.note(f"rolled back, but the rollback could not be recorded: {error}")
+            self._context.rewind(report.step)
+            for name, reason in report.refused.items():
+                self._context.note(f"checkpoint {name} was refused: {reason}")
+        except Exception as error:
+            raise PartlyRestored(f"{report.checkpoint} was restored, then: {type(error).__name__}: {error}") from error
 
     def _change_all(self, chosen: _Chosen, step: int) -> list[dict[str, Any]]:
         """Apply the changes for the replay: on every rank or on none."""

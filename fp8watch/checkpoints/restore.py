@@ -164,9 +164,11 @@ def put_back(parts: TrainingParts, loaded: Loaded, *, skip_batches: int, refused
             raise CheckpointError(f"the data position cannot be restored: {error}") from error
     try:
         _overwrite(parts, loaded, targets)
+        reached = _compare(parts, loaded)
+    except PartlyRestored:
+        raise
     except Exception as error:
         raise PartlyRestored(f"{saved.checkpoint}: restoring stopped half-way: {error}") from error
-    reached = _compare(parts, loaded)
     return RestoreReport(
         checkpoint=saved.checkpoint,
         step=saved.step,

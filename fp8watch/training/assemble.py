@@ -261,6 +261,7 @@ def _closer_options(settings: Settings) -> CloserOptions:
 
 def _boundary(arguments: Arguments, identity: Identity, session: Session) -> Boundary:
     def broken(reason: str) -> None:
+        session.is_mixed = True
         session.context.halt_reason = session.context.halt_reason or reason
 
     return Boundary(

@@ -139,6 +139,7 @@ class Boundary:
         try:
             self._run(step)
         except MustStop as error:
+            self._agreement.abandon(str(error))
             self._on_stop(str(error))
         except Exception as error:
             self._agreement.abandon(f"{type(error).__name__}: {error}")
@@ -231,10 +232,22 @@ class Boundary:
 
     def _carry_out(self, command: Command, step: int) -> None:
         action = self._actions.get(command.action)
-        local = self._do(command, action, step)
-        joint = self._agreement.confirm(local.outcome, can_undo=command.verb == "apply" and not asks_first(command))
-        if joint.verdict == "undo" and command.verb == "apply" and local.applied is not None and action is not None:
-            joint = self._undo(action, local.applied, joint)
+        try:
+            local, joint = self._do_jointly(command, action, step)
+        except MustStop as error:
+            self._answer(command, step, "unknown", str(error))  # it stays unfinished in the journal
+            raise
+        except Exception:
+            raise
+        except BaseException as error:  # KeyboardInterrupt, SystemExit
+            # The other ranks wait for an answer or an outcome. The ballot with which a rank leaves has another length,
+            # over which gloo would abort their processes.
+            reason = f"{command.action} was interrupted by {type(error).__name__}"
+            self._agreement.abandon(reason)
+            self._answer(command, step, "unknown", reason)
+            if self._agreement.is_joint or asks_first(command):
+                self._on_stop(reason)
+            raise
         if joint.verdict == "same":
             self._conclude(command, action, local, step)
             return
@@ -244,6 +257,14 @@ class Boundary:
         self._answer(command, step, status, joint.detail)
         if joint.verdict == "stop":
             self._on_stop(f"{command.action}: {joint.detail}")
+
+    def _do_jointly(self, command: Command, action: Action | None, step: int) -> tuple[_LocalResult, JointOutcome]:
+        """Carry out a command, compare the outcomes of all ranks, and revert it here if it failed on another one."""
+        local = self._do(command, action, step)
+        joint = self._agreement.confirm(local.outcome, can_undo=command.verb == "apply" and not asks_first(command))
+        if joint.verdict == "undo" and command.verb == "apply" and local.applied is not None and action is not None:
+            joint = self._undo(action, local.applied, joint)
+        return local, joint
 
     def _do(self, command: Command, action: Action | None, step: int) -> _LocalResult:
         """Carry out a command. Failures are returned, because other ranks wait for the outcome. Raises `MustStop`."""

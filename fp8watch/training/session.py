@@ -86,6 +86,8 @@ class Session:
         self._num_dropped = 0
         self.stop_reason: str | None = None
         """Why this rank must not make another optimizer step; the watch raises `RanksApart` with it."""
+        self.is_mixed = False
+        """Whether a restore has failed half-way, so that the state must be neither trained on nor saved."""
         self.cannot_resume = ""
         """Why the checkpoints that attach was given cannot be used, although there may be some."""
         self.on_detach: Callable[[], None] = lambda: None
@@ -200,10 +202,11 @@ class Session:
                 self.journal.unavailable = f"journal cannot be written: {error}"
 
     def maybe_save(self) -> None:
-        """Save a checkpoint if one is due after this step; not right after the restore of one."""
+        """Save a checkpoint if one is due after this step; not right after the restore of one, nor of a state that must
+        not be trained on."""
         was_rewound, self._was_rewound = self._was_rewound, False
         manager = self.context.checkpoints
-        if manager is None:
+        if manager is None or self.is_mixed or self.stop_reason is not None:
             return
         self._try_checkpoints(manager.poll)
         if not was_rewound and self._try_checkpoints(lambda: manager.maybe_save(self.step)) is not None:

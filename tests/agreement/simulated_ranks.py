@@ -46,13 +46,13 @@ class Plan:
     """(rank, index of a command) -> step after which it arrives; absent: at the command's own step, 1."""
     vetoes: set[tuple[int, int]] = field(default_factory=set)
     """(rank, index): refused there."""
-    failures: dict[tuple[int, int], type[Exception]] = field(default_factory=dict)
+    failures: dict[tuple[int, int], type[BaseException]] = field(default_factory=dict)
     """(rank, index): raised by apply there."""
     kills: dict[int, int] = field(default_factory=dict)
     """rank -> how many traced lines it lives."""
     damaged: set[tuple[int, int]] = field(default_factory=set)
     """(rank, target): a target of a rollback that is damaged there."""
-    lost: dict[tuple[int, int], type[Exception]] = field(default_factory=dict)
+    lost: dict[tuple[int, int], type[BaseException]] = field(default_factory=dict)
     """(rank, n): raised while a rollback chooses its target there, in place of its question n (0 is "begin"), or once
     it is `AGREED`."""
     unsure: dict[tuple[int, int], type[Exception]] = field(default_factory=dict)
@@ -91,13 +91,14 @@ class Knobs:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self.chosen: int | None = None
+        self.ask: Ask = lambda answer, about: answer
 
     def unavailable(self) -> str | None:
         return None
 
     def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
         """Targets 2, 1, 0 in turn, of which the plan says which are damaged where."""
-        self.chosen = None
+        self.chosen, self.ask = None, ask
         self._lose(0)
         if ask(Answer.YES, "begin") is not Answer.YES:
             raise ActionError("another rank cannot")
@@ -122,8 +123,17 @@ class Knobs:
             raise error("cannot be told here")
 
     def apply(self, step: int, params: dict[str, Any]) -> Applied:
-        if params.get("goes_back"):
-            params = {**params, "value": f"back to {self.chosen}", "for_good": True}
+        if not params.get("goes_back"):
+            return self._set(step, params)
+        try:
+            applied = self._set(step, {**params, "value": f"back to {self.chosen}", "for_good": True})
+        except Exception:
+            self.ask(Answer.CANNOT, "changes")  # as `fp8watch.actions.rollback` does
+            raise
+        self.ask(Answer.YES, "changes")
+        return applied
+
+    def _set(self, step: int, params: dict[str, Any]) -> Applied:
         error = self._rank.plan.failures.get((self._rank.number, params["index"]))
         if error is not None:
             raise error("cannot be done here")
@@ -207,6 +217,7 @@ class Rank:
         self.stopped: str | None = None
         self.is_dead = self.is_over = self.is_blocked = self.is_out_of_time = False
         self.error: BaseException | None = None
+        self.interrupted: BaseException | None = None
         self.lines = self.num_waits = 0
         self.turn = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._live, daemon=True)
@@ -271,8 +282,11 @@ class Rank:
                 if plan.arrivals.get((self.number, index), 1) == step:
                     self.asking = index
                     boundary.receive(command)
-            boundary.run(step)
-            if self.stopped is not None:
+            try:
+                boundary.run(step)
+            except (KeyboardInterrupt, SystemExit) as error:
+                self.interrupted = error
+            if self.stopped is not None or self.interrupted is not None:
                 last = step  # the watch detaches before the process ends
                 break
         agreement.leave(last)

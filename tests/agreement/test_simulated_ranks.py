@@ -141,10 +141,33 @@ def test_an_error_while_a_target_is_chosen_cancels_the_rollback_on_all_ranks_and
                     f"nothing was done: {error.__name__}: cannot be told here"]  # fmt: skip
 
 
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("error", [ActionError, RuntimeError])
-def test_an_error_once_a_target_is_agreed_on_stops_all_ranks(error):
-    """The others are there already."""
-    sim = Simulation(Plan(commands=[back(0)], lost={(1, AGREED): error})).run()
+def test_an_error_once_a_target_is_agreed_on_stops_all_ranks(error, seed):
+    """The others are there already, and ask about the changes for the replay."""
+    sim = Simulation(Plan(commands=[back(0)], lost={(1, AGREED): error}, seed=seed)).run()
+    assert sim.num_timeouts == 0
+    assert all(rank.stopped is not None for rank in sim.ranks)
+    assert not sim.disagreements()
+    assert [[status for status, _ in rank] for rank in outcomes(sim, "a0")] == [["unknown"]] * 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("question", [0, 1, AGREED, "apply"])
+def test_a_rank_that_is_interrupted_in_mid_rollback_leaves_no_other_out_of_step(error, question):
+    """It detaches, as `with attach` does: its last ballot must not meet the questions of the others."""
+    lost = {} if question == "apply" else {(1, question): error}
+    plan = Plan(commands=[back(0)], lost=lost, failures={(1, 0): error} if question == "apply" else {})
+    sim = Simulation(plan).run()
+    assert sim.num_timeouts == 0
+    assert isinstance(sim.ranks[1].interrupted, error)
+    assert all(rank.stopped is not None for rank in sim.ranks)
+    assert not sim.disagreements()
+    assert outcomes(sim, "a0") == [[("unknown", 2)]] * 3
+
+
+def test_a_rank_that_is_interrupted_while_it_acts_leaves_no_other_out_of_step():
+    sim = Simulation(Plan(commands=[knob(0)], failures={(1, 0): KeyboardInterrupt})).run()
     assert sim.num_timeouts == 0
     assert all(rank.stopped is not None for rank in sim.ranks)
     assert not sim.disagreements()
@@ -239,11 +262,13 @@ def plans(draw: st.DrawFn) -> Plan:
         damaged=draw(st.sets(some, max_size=3)),
         arrivals=draw(st.dictionaries(some, step, max_size=6)),
         vetoes=draw(st.sets(some, max_size=1)),
-        failures=draw(st.dictionaries(some, st.sampled_from([ActionError, RuntimeError]), max_size=1)),
+        failures=draw(
+            st.dictionaries(some, st.sampled_from([ActionError, RuntimeError, KeyboardInterrupt]), max_size=1)
+        ),
         lost=draw(
             st.dictionaries(
                 st.tuples(rank, st.sampled_from([*range(5), AGREED])),
-                st.sampled_from([ActionError, OSError, RuntimeError]),
+                st.sampled_from([ActionError, OSError, RuntimeError, SystemExit]),
                 max_size=2,
             )
         ),

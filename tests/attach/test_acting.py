@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from watched_training import START, Trainer, command
 
 import fp8watch
-from fp8watch.errors import CheckpointError, Halted
+from fp8watch.errors import CheckpointError, Halted, RanksApart
 from fp8watch.records import CheckpointRecord, CommandResult, Goodbye, Hello, LedgerUpdate, StepFrame
 
 
@@ -196,3 +196,66 @@ def test_resume_without_any_checkpoint_starts_at_zero(tmp_path, channel, trainer
     assert Job(tmp_path / "ckpt").watch.resume() == 0
     assert fp8watch.attach(trainer.model, trainer.optimizer).resume() == 0
     assert "given no checkpoints" in caplog.text
+
+
+def going_back(channel, job: Job, at: int) -> None:
+    """Have the job roll back to step 5 at this boundary."""
+
+    def ask(step: int) -> None:
+        if step == at and job.watch.attempt == 0:
+            checkpoint = next(r for r in channel().of(CheckpointRecord) if r.step == 5)
+            channel().replies.append(command("rollback", params={"checkpoint": checkpoint.checkpoint}))
+
+    job.on_step = ask
+
+
+def raises(error: type[BaseException]):
+    def fail(*_: object, **__: object) -> None:
+        raise error("odd")
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "fp8watch.checkpoints.restore.optimizer_state.restore", "fp8watch.checkpoints.restore.parameter_checksum",
+        "fp8watch.checkpoints.restore.rng.capture", "fp8watch.actions.rollback.FirstUpdate",
+    ],
+)  # fmt: skip
+def test_a_state_that_is_only_partly_restored_is_neither_trained_on_nor_saved(tmp_path, channel, monkeypatch, what):
+    """Whatever fails once the first parameter is overwritten, also in a way that nobody foresaw."""
+    job = Job(tmp_path / "ckpt")
+    going_back(channel, job, at=15)  # when a checkpoint is due
+    go_back = job.on_step
+
+    def fail_from_then_on(step: int) -> None:
+        go_back(step)
+        if step == 15:
+            monkeypatch.setattr(what, raises(RuntimeError))
+
+    job.on_step = fail_from_then_on
+    with pytest.raises(Halted, match="rollback failed half-way") as caught:
+        job.train(20)
+    assert (caught.value.code, job.watch.global_step) == (78, 15)
+    assert results(channel, "rollback") == [("failed", "pending")]
+    assert {record.step for record in channel().of(CheckpointRecord)} == {5, 10}
+
+
+def test_a_rollback_that_cannot_be_recorded_is_made_all_the_same(tmp_path, channel, monkeypatch):
+    job = Job(tmp_path / "ckpt")
+    going_back(channel, job, at=13)
+    monkeypatch.setattr("fp8watch.checkpoints.manager.CheckpointManager.note_rollback", raises(RuntimeError))
+    job.train(20)
+    assert results(channel, "rollback") == [("applied", "pending"), ("applied", "ok")]
+
+
+def test_a_loop_that_catches_an_interrupted_rollback_is_stopped(tmp_path, channel, monkeypatch):
+    job = Job(tmp_path / "ckpt")
+    going_back(channel, job, at=15)
+    monkeypatch.setattr("fp8watch.checkpoints.restore.optimizer_state.restore", raises(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        job.train(20)
+    with pytest.raises(RanksApart, match="rollback was interrupted by KeyboardInterrupt"):
+        job.train(20)
+    assert {record.step for record in channel().of(CheckpointRecord)} == {5, 10}

@@ -56,11 +56,15 @@ def agree_on_target(agreement: Agreement, action: Action | None, command: Comman
     """Agree with the other ranks on a target, with nothing changed yet. Returns why there is none, or "".
 
     `cannot`: why this rank cannot act, or "". Nothing has been changed, so an error of any kind only cancels the
-    command, on all ranks. Raises `MustStop` when the other ranks' answers are lost.
+    command, on all ranks. Raises `MustStop` when the other ranks' answers are lost, and when this rank fails after all
+    have agreed: then the others overwrite their state, and ask questions that this rank would not ask.
     """
     questions = Questions(agreement)
     if not cannot:
         cannot = _choose(action, command, step, questions)
+    if cannot and questions.is_agreed and agreement.is_joint:
+        agreement.abandon(cannot)
+        raise MustStop(f"the other ranks carry it out, and this one cannot: {cannot}")
     if cannot:
         questions.end()
     return cannot
