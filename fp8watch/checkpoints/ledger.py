@@ -54,10 +54,8 @@ class Ledger:
         self._is_writer = is_writer
         self._contents = Contents()
         self.notes: list[str] = []
-        """Problems found on opening."""
+        """Problems found on opening, for the owner to say."""
         self._open()
-        for note in self.notes:
-            logger.warning("%s", note)
 
     def refresh(self) -> None:
         """Read the ledger again. Does nothing on the rank that writes it."""

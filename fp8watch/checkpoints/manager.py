@@ -244,7 +244,7 @@ class CheckpointManager:
             try:
                 self.poll()
             except CheckpointError as error:
-                logger.warning("%s", error)
+                logger.warning("fp8watch: %s", error)
             if not self._underway or time.monotonic() >= deadline:
                 return
             time.sleep(0.02)
@@ -284,7 +284,7 @@ class CheckpointManager:
         try:
             self.ledger.drop(checkpoint)
         except CheckpointError as error:
-            logger.warning("%s", error)
+            logger.warning("fp8watch: %s", error)
         self.on_change(msgspec.structs.replace(known, label="tainted", reason=why, path=""))
 
     # Restoring
@@ -307,11 +307,11 @@ class CheckpointManager:
 
     def refuse(self, checkpoint: str, why: str) -> None:
         """Mark a damaged checkpoint as tainted."""
-        logger.warning("checkpoint refused: %s", why)
+        logger.warning("fp8watch: checkpoint refused: %s", why)
         try:
             self.label(checkpoint, "tainted", f"damaged: {why}")
         except CheckpointError as error:
-            logger.warning("%s", error)
+            logger.warning("fp8watch: %s", error)
 
     def target(self, checkpoint: str) -> CheckpointRecord:
         """The record of a target. Raises `CheckpointError` for an unknown, tainted or pending ID."""

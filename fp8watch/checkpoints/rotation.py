@@ -88,7 +88,7 @@ def rotate(ledger: Ledger, keep: int) -> list[CheckpointRecord]:
             gone.append(msgspec.structs.replace(record, path=""))
             shutil.rmtree(doomed)
         except (OSError, CheckpointError) as error:
-            logger.warning("old checkpoint %s could not be removed: %s", record.checkpoint, error)
+            logger.warning("fp8watch: old checkpoint %s could not be removed: %s", record.checkpoint, error)
     return gone
 
 

@@ -40,7 +40,7 @@ class Trial:
         try:
             replace_file(self._path, msgspec.json.encode(_Trials(checkpoint=checkpoint, times=times)), durable=True)
         except OSError as error:
-            logger.warning("%s cannot be written: %s", self._path, error)
+            logger.warning("fp8watch: %s cannot be written: %s", self._path, error)
         return True
 
     def passed(self) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8watch.policy.fill import NotNow, Params, fill
+from fp8watch.policy.lr_return import why_lr_is_kept
 from fp8watch.policy.match import first_match, passed_over
 from fp8watch.policy.outcome import INSURANCE, is_covered, why_not_recovered
 from fp8watch.policy.preconditions import why_quiet
 from fp8watch.policy.recurrence import grown_serious, new_track, taken_up_again
 from fp8watch.policy.rungs import Halt, Rung, Verify
 from fp8watch.policy.schema import Policy, Rule, lower_mode
-from fp8watch.policy.state import Decision, PolicyState, Track
+from fp8watch.policy.state import Decision, InForce, PolicyState, Track
 from fp8watch.policy.turn import Turn, join
 from fp8watch.policy.view import Trouble, View
 from fp8watch.records import Mode
@@ -167,13 +168,34 @@ class _Turn(Turn):
     def try_returns(self) -> None:
         if self.is_busy or self.view.disarmed or self._is_settling() or self.view.is_nonfinite_now:
             return
+        # A rollback blocks for its window and is judged after the replay: what is in force is there for the replay.
+        if any(track.phase == "settling" for track in self.state.tracks):
+            return
         if any(item.severity == "act" and self.view.age(item) <= ACTIVE_STEPS for item in self.view.troubles):
             return
         for held in self.state.in_force:
-            if held.until_seen is not None and self.view.seen >= held.until_seen and not held.is_undoing:
-                layers = held.layers[-1:] if held.action == "bf16_layers" else held.layers
-                self._revert(held, layers, "trial return: the hold is over")
-                return
+            if held.until_seen is None or self.view.seen < held.until_seen or held.is_undoing:
+                continue
+            if (why := why_lr_is_kept(held, self.view)) is not None:
+                self._defer(held, why)
+                continue
+            layers = held.layers[-1:] if held.action == "bf16_layers" else held.layers
+            self._revert(held, layers, "trial return: the hold is over", is_trial=True)
+            return
+
+    def _defer(self, held: InForce, why: str) -> None:
+        """Write down, once, why a hold that is over is kept."""
+        if held.is_deferred:
+            return
+        self.decisions.append(
+            Decision(
+                kind="note", action_id=held.action_id, action=held.action, rule=held.rule, trouble=held.trouble,
+                reason=why,
+            )
+        )  # fmt: skip
+        noted = replace(held, is_deferred=True)
+        others = tuple(noted if item.action_id == held.action_id else item for item in self.state.in_force)
+        self.state = replace(self.state, in_force=others)
 
     # Acting
 
@@ -221,7 +243,7 @@ class _Turn(Turn):
                     self.state = self.state.with_track(replace(verdict, phase="done", resolved_seen=self.view.seen))
                 self.state = self.state.with_track(track)
             else:
-                track = taken_up_again(replace(track, trouble=trouble), rule, self.view)
+                track = taken_up_again(self.state, replace(track, trouble=trouble), rule, self.view)
                 track = grown_serious(track, self._rule(track), rule, self.view)
                 self.state = self.state.with_track(track)
             if track.phase == "open" and (track.is_due or is_active):

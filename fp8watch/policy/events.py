@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fp8watch.policy.outcome import overlaps
 from fp8watch.policy.rungs import Rung, TightenClip
 from fp8watch.policy.schema import Policy
-from fp8watch.policy.state import InForce, PolicyState, Track
+from fp8watch.policy.state import InForce, PolicyState, Returned, Track
 from fp8watch.policy.view import View
 
 
@@ -41,6 +42,8 @@ def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> P
         action=track.action,
         rule=track.rule,
         params=track.params,
+        rung=track.rung,
+        trouble=track.trouble,
         layers=tuple(track.params.get("layers", ())),
         until_seen=_until(rung, view, track),
         ends_seen=_end(track, view),
@@ -50,7 +53,15 @@ def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> P
         since_seen=view.seen,
         undo_above_clip_rate=rung.undo_above_clip_rate if isinstance(rung, TightenClip) else None,
     )
-    return replace(state, in_force=(*state.in_force, held))
+    # What was given back is in force again: its return is no news any more.
+    returned = tuple(item for item in state.returned if not _is_again(item.held, held))
+    return replace(state, in_force=(*state.in_force, held), returned=returned)
+
+
+def _is_again(earlier: InForce, held: InForce) -> bool:
+    if earlier.action != held.action:
+        return False
+    return earlier.trouble is None or held.trouble is None or overlaps(earlier.trouble, held.trouble)
 
 
 def _until(rung: Rung, view: View, track: Track) -> int | None:
@@ -103,18 +114,18 @@ def reverted(state: PolicyState, view: View, action_id: str, *, ok: bool) -> Pol
     others = tuple(item for item in state.in_force if item.action_id != action_id)
     left = tuple(layer for layer in held.layers if layer not in held.undoing_layers)
     if not ok:
-        others = (*others, replace(held, is_undoing=False, until_seen=None))
+        others = (*others, replace(held, is_undoing=False, is_trial=False, until_seen=None))
     elif held.action == "bf16_layers" and left:
         next_return = view.seen + held.settle_steps
-        others = (*others, replace(held, is_undoing=False, layers=left, undoing_layers=(), until_seen=next_return))
+        kept = replace(held, is_undoing=False, is_trial=False, layers=left, undoing_layers=(), until_seen=next_return)
+        others = (*others, kept)
     state = replace(state, in_force=others)
-    if track is None:
+    if ok and held.is_trial:
+        earlier = tuple(item for item in state.returned if item.held.action_id != action_id)
+        state = replace(state, returned=(*earlier[-31:], Returned(held=held, seen=view.seen)))
+    if track is None or track.phase != "undoing":
         return state
-    if track.phase == "undoing":
-        return state.with_track(replace(track, phase="open"))
-    # A trial return: if the trouble comes back, the next hold is longer.
-    times = track.hold_times * held.hold_growth
-    return state.with_track(replace(track, hold_times=times, resolved_seen=view.seen))
+    return state.with_track(replace(track, phase="open"))
 
 
 def rolled_back(state: PolicyState) -> PolicyState:

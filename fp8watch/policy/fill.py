@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8watch.policy import gain
+from fp8watch.policy.lr_return import JUMP, returned_level
 from fp8watch.policy.outcome import PRECISION
 from fp8watch.policy.preconditions import unmet
 from fp8watch.policy.rungs import (
@@ -119,11 +120,15 @@ def _hold_lr(state: PolicyState, view: View, rung: Rung, trouble: Trouble) -> tu
     _not_twice(state, "hold_lr")
     if rung.factor is not None:
         return {"factor": rung.factor}, ""
-    levels = view.lr_level(trouble.onset_step)
+    levels, earlier = view.lr_level(trouble.onset_step), returned_level(state, view)
+    if earlier is not None and (levels is None or levels[1] > earlier * JUMP):
+        # What was before the onset is no level to go back to: since our return it may have been the schedule's.
+        level = earlier if levels is None else min(earlier, levels[0])
+        return {"to_lr": level}, f"LR back to {level:.3g}: it was held at {earlier:.3g} until our return"
     if levels is None or levels[1] <= 0:
         return {"factor": 0.5}, "LR before the onset unknown: halved"
     before, now = levels
-    if now <= before * 1.25:
+    if now <= before * JUMP:
         return {"factor": 0.5}, f"LR has not jumped ({before:.3g} before the onset, {now:.3g} now): halved"
     # `to_lr` keeps the level whatever the schedule does next; a factor would only fit the schedule of this step.
     return {"to_lr": before}, f"LR back from {now:.3g} to {before:.3g}, its level before onset {trouble.onset_step}"

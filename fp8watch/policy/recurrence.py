@@ -22,6 +22,8 @@ SAME_STEP = 2
 def new_track(state: PolicyState, view: View, rule: Rule, trouble: Trouble) -> tuple[Track, Track | None]:
     """The track of a new trouble, and the earlier track whose action it proves to have had no effect, if still open."""
     fresh = Track(trouble=trouble, rule=rule.name, attempt=view.attempt)
+    if (again := _held_again(state, view, rule, fresh)) is not None:
+        return again, None
     for earlier in reversed(state.tracks):
         if earlier.rule != rule.name or earlier.trouble.detector != trouble.detector or not earlier.action_id:
             continue
@@ -35,18 +37,29 @@ def new_track(state: PolicyState, view: View, rule: Rule, trouble: Trouble) -> t
         if earlier.phase == "done" and earlier.helped and earlier.action != "skip_update":
             since = view.seen - earlier.resolved_seen
             if since <= MEMORY_STEPS:
-                return _after(fresh, earlier, f"came back {since} steps after {earlier.action} had helped"), None
+                why = f"came back {since} steps after {earlier.action} had helped"
+                return replace(fresh, rung=earlier.rung + 1, why=why), None
     return fresh, None
 
 
-def _after(fresh: Track, earlier: Track, why: str) -> Track:
-    if earlier.hold_times > 1:
-        # A trial return failed: the same rung again, held longer.
-        return replace(fresh, rung=earlier.rung, hold_times=earlier.hold_times, why=f"{why}, and was given back")
-    return replace(fresh, rung=earlier.rung + 1, why=why)
+def _held_again(state: PolicyState, view: View, rule: Rule, track: Track) -> Track | None:
+    """The track on the rung that was given back before the trouble came, to be held longer; None: none was.
+
+    Another rule's hold counts where its action is the first one here, too: a learning rate that is let go too early may
+    be seen in the updates or in the loss.
+    """
+    for item in reversed(state.returned):
+        held, since = item.held, view.seen - item.seen
+        if since > MEMORY_STEPS or (held.trouble is not None and not overlaps(held.trouble, track.trouble)):
+            continue
+        rung = held.rung if held.rule == rule.name else 0
+        if rung < len(rule.ladder) and rule.ladder[rung].action == held.action:
+            why = f"came back {since} steps after {held.action} was given back"
+            return replace(track, rung=rung, hold_times=item.next_hold_times, why=why)
+    return None
 
 
-def taken_up_again(track: Track, rule: Rule, view: View) -> Track:
+def taken_up_again(state: PolicyState, track: Track, rule: Rule, view: View) -> Track:
     """The track of a known trouble: open again when it is seen after its action was judged to have helped."""
     if track.phase != "done" or track.is_final or not track.helped:
         return track
@@ -54,7 +67,9 @@ def taken_up_again(track: Track, rule: Rule, view: View) -> Track:
         return track
     if track.action == "skip_update":
         return replace(track, phase="open", helped=False)
-    return replace(track, phase="open", helped=False, rung=track.rung + 1, why=f"seen again after {track.action}")
+    track = replace(track, phase="open", helped=False)
+    again = _held_again(state, view, rule, track)
+    return again or replace(track, rung=track.rung + 1, why=f"seen again after {track.action}")
 
 
 def grown_serious(track: Track, before: Rule | None, rule: Rule, view: View) -> Track:

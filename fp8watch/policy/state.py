@@ -42,7 +42,7 @@ class Track:
     why: str = ""
     """Why it is above the first rung."""
     hold_times: int = 1
-    """Factor of the hold; grows with each trial return that fails."""
+    """Factor of the hold: that of the hold which a failed trial return ended, grown; else 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,10 @@ class InForce:
     action: str
     rule: str
     params: Mapping[str, Any]
+    rung: int = 0
+    """Index of its rung on the ladder of `rule`."""
+    trouble: Trouble | None = None
+    """What it was taken for; None: not known any more (a leftover, or the controller was restarted)."""
     layers: tuple[str, ...] = ()
     until_seen: int | None = None
     """`seen` at which a return is tried; None: never."""
@@ -64,7 +68,26 @@ class InForce:
     since_seen: int = 0
     undo_above_clip_rate: float | None = None
     is_undoing: bool = False
+    is_trial: bool = False
+    """Whether it is being undone because its hold is over, and not for lack of effect."""
+    is_deferred: bool = False
+    """Whether it was written down that its return has to wait for the schedule."""
     undoing_layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A hold, or a part of one, that a trial return ended. It is kept apart from the tracks: the ladder may have gone
+    on while the change was in force."""
+
+    held: InForce
+    seen: int
+    """`seen` at which it was given back."""
+
+    @property
+    def next_hold_times(self) -> int:
+        """Factor of the next hold, if the trouble comes back."""
+        return self.held.hold_times * self.held.hold_growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +96,8 @@ class PolicyState:
 
     tracks: tuple[Track, ...] = ()
     in_force: tuple[InForce, ...] = ()
+    returned: tuple[Returned, ...] = ()
+    """Trial returns, oldest first, without those whose trouble has come back and is answered again."""
     leftovers: tuple[InForce, ...] = ()
     """Actions to undo as soon as no other command is on its way: applied but not as asked when read back (half of a
     change may still be there), or without effect."""

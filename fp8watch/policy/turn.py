@@ -38,7 +38,7 @@ class Turn:
             replace(track, phase="sent", is_due=False, action_id=action_id, action=rung.action, params=params)
         )
 
-    def _revert(self, held: InForce, layers: tuple[str, ...], why: str) -> None:
+    def _revert(self, held: InForce, layers: tuple[str, ...], why: str, *, is_trial: bool = False) -> None:
         params: dict[str, object] = {"layers": list(layers)} if held.action == "bf16_layers" else {}
         if held.action == "bf16_layers" and len(layers) < len(held.layers):
             # Only some of the layers: the command has an id of its own and names the action that it partly undoes.
@@ -49,7 +49,7 @@ class Turn:
             )
         )
         self.is_busy = True
-        undoing = replace(held, is_undoing=True, undoing_layers=layers)
+        undoing = replace(held, is_undoing=True, is_trial=is_trial, undoing_layers=layers)
         others = tuple(undoing if item.action_id == held.action_id else item for item in self.state.in_force)
         self.state = replace(self.state, in_force=others)
 

@@ -129,3 +129,10 @@ class View:
         if not before or not pairs:
             return None
         return median(before), pairs[-1][1]
+
+    def scheduled_lr(self) -> float | None:
+        """The LR that the schedule asks for now, our factor taken out; None if it was not observed."""
+        if not self.learning_rates:
+            return None
+        _, lr, factor = self.learning_rates[-1]
+        return lr / factor if factor > 0 and math.isfinite(lr) else None

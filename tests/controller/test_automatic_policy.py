@@ -9,6 +9,7 @@ import pytest
 from controller_sim import Box, Rank, Signal
 
 from fp8watch.detect.base import Sample
+from fp8watch.records import TraceEntry
 
 AUTO = (resources.files("fp8watch.policy") / "policies" / "auto.yaml").read_text("utf-8")
 LAYERS = ("a", "b", "c", "d")
@@ -105,19 +106,20 @@ def test_clipping_covers_the_bursts_it_is_there_for() -> None:
 
 
 class JumpingLr:
-    """A scheduler that jumps by 30 for 40 steps, at every replay again; the loss suffers unless the level is held.
+    """A scheduler that jumps by 30 until step `end`, at every replay again; the loss suffers unless the level is held.
 
     `is_held(rank)`: whether the remedy holds the level, so that a no-op can be put in its place.
     """
 
-    def __init__(self, *, is_no_op: bool = False) -> None:
+    def __init__(self, policy: str = AUTO, *, end: int = 240, is_no_op: bool = False) -> None:
+        self.end = end
         self.is_no_op = is_no_op
         self.damage = 0.0
         self.last_attempt = 0
-        self.box = Box(AUTO, numbers=self.numbers, script=self.script, checkpoint_steps=range(50, 600, 50))
+        self.box = Box(policy, numbers=self.numbers, script=self.script, checkpoint_steps=range(50, 600, 50))
 
     def is_jumped(self, step: int) -> bool:
-        return 200 <= step < 240
+        return 200 <= step < self.end
 
     def is_held(self, rank: Rank) -> bool:
         return "hold_lr" in rank.in_force and not self.is_no_op
@@ -150,6 +152,22 @@ def test_a_jumped_learning_rate_is_held_and_what_it_spoilt_is_replayed() -> None
     assert rollback.params["checkpoint_step"] == 150
     assert scene.damage == 0.0, "the replay did not repeat it"
     assert rollback.outcome == "helped"
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8-pretraining"])
+def test_a_learning_rate_that_stays_wrong_stays_held_and_one_that_is_back_is_let_go(name: str) -> None:
+    text = (resources.files("fp8watch.policy") / "policies" / f"{name}.yaml").read_text("utf-8")
+    for end, returns in ((10_000, 0), (700, 1)):
+        scene = JumpingLr(text, end=end)
+        scene.box.run(1200)
+        commanded = [(verb, action) for _, verb, action in scene.box.commanded()]
+        assert commanded == [("apply", "hold_lr"), ("apply", "rollback")] + [("revert", "hold_lr")] * returns
+        returned = [step for step, verb, _ in scene.box.commanded() if verb == "revert"]
+        assert all(step == pytest.approx(end, abs=3) for step in returned), "as soon as the schedule is back"
+        assert scene.damage == 0.0, "no update was made at the wrong rate after the replay"
+    notes = [entry for entry in scene.box.store.read("r", TraceEntry) if entry.event == "held_back"]
+    assert "the schedule asks for 0.03: held at 0.001" in notes[-1].reason
+    assert notes[-1].incident, "told with the incident it belongs to"
 
 
 def test_a_hold_that_does_nothing_is_not_called_a_help() -> None:
