@@ -21,6 +21,7 @@ def run() -> TinyRun:
     return made
 
 
+# case: NUM-32
 def test_bf16_layers_read_back_and_revert(run: TinyRun) -> None:
     applied = run.apply("bf16_layers", layers=["3"])
     assert run.read_back("bf16_layers", applied).ok is None

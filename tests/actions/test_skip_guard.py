@@ -26,6 +26,7 @@ def state(run: TinyRun) -> Any:
     return clone([dict(run.model.named_parameters()), run.optimizer.state_dict()["state"]])
 
 
+# case: SPK-14
 @pytest.mark.parametrize("kind", ["sgd", "foreach", "fused", "tensor"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("clip", [None, 1.0])

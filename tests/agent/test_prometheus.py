@@ -29,6 +29,7 @@ def test_promtool_has_nothing_to_say_about_the_live_endpoint(run: ScrapedRun) ->
     assert "fp8watch_tensor_headroom_log2" in shown
 
 
+# case: PRM-05
 def test_promql_gives_the_saturation_ratio(run: ScrapedRun) -> None:
     ratio = "sum(rate(fp8watch_saturated_elements_total[1m])) / sum(rate(fp8watch_quantized_elements_total[1m]))"
     expected = pytest.approx(SATURATED / QUANTIZED / 3, rel=1e-6)

@@ -41,7 +41,7 @@ class Stream:
         return [self.now - at for at in self.made.values()]
 
 
-# case: DST-06
+# case: DST-06, RED-12
 @pytest.mark.parametrize("jump", [0.0, 3600.0, -3600.0])
 def test_an_hour_more_or_less_on_redis_clock_changes_nothing(jump: float) -> None:
     stream = Stream()

@@ -195,7 +195,7 @@ def test_a_checkpoint_is_pending_until_every_part_of_it_is_durable(four: Launch)
     assert told.index((TARGET, "pending")) < told.index((TARGET, "candidate"))
 
 
-# case: CKP-02
+# case: CKP-02, STA-06, CKP-18
 @pytest.mark.parametrize("name", ["ddp-truncated", "fsdp-flipped", "ddp-missing"])
 def test_a_damaged_shard_is_refused_by_all_and_the_next_older_one_taken(four: Launch, name: str) -> None:
     """One rank's file is damaged, so that the others find theirs sound."""

@@ -38,6 +38,7 @@ def test_second_attach_with_other_arguments_is_refused(trainer, channel):
         fp8watch.attach(trainer.model, other)
 
 
+# case: HOK-11
 def test_detach_leaves_nothing_behind_and_attach_works_afresh(trainer, channel):
     model, optimizer = trainer.model, trainer.optimizer
     before = hooks(model), set(vars(optimizer)), len(taps._taps)

@@ -227,6 +227,7 @@ def test_older_term_is_refused(rig):
     assert rig.run(3, clip(0.9, id="next", term=6, sequence=1))[0].status == "applied"
 
 
+# case: RED-01
 def test_repeated_command_gets_the_same_answer_and_is_not_done_twice(rig):
     rig.run(1, clip())
     rig.knob.value = 7.0

@@ -50,6 +50,7 @@ def step(source: EmulatedSource, model: nn.Module, *inputs: torch.Tensor) -> dic
     return found
 
 
+# case: NUM-25
 def test_the_maximum_is_over_all_micro_batches_and_clipping_is_counted_from_the_data():  # case: NUM-06
     model = make(16, 16, amax_history_len=1, amax_compute_algo="most_recent")
     source = EmulatedSource(model)

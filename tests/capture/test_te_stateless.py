@@ -84,6 +84,7 @@ NAMES = [
 ]
 
 
+# case: NUM-19
 @pytest.mark.parametrize("block", [None, 8])
 def test_every_operand_has_its_amax_and_scale(tap, block):
     model = make(block)

@@ -245,6 +245,7 @@ def test_what_cannot_be_stored_is_named_when_it_is_saved(tmp_path: Path) -> None
     run.step()
 
 
+# case: CKP-02
 def test_a_start_goes_on_from_the_newest_that_is_sound_whatever_its_label(tmp_path: Path) -> None:
     run, names = saved_thrice(tmp_path)
     run.manager.label(names[0], "good")

@@ -59,7 +59,7 @@ def multiples(last: int, first: int = 1) -> list[int]:
     return [step for step in range(NAN_EVERY, last + 1, NAN_EVERY) if step >= first]
 
 
-# case: RED-02
+# case: RED-02, RED-01
 # case: RED-15
 def test_two_nodes_two_controllers_one_is_killed_in_mid_way(tmp_path: Path) -> None:
     """The whole way: a fault is found, an action carried out by all ranks, and a standby goes on where one stopped."""

@@ -142,6 +142,7 @@ class Silent:
         return []
 
 
+# case: RED-04
 @pytest.mark.parametrize(("runs", "is_cluster"), [((), False), (("r", "s"), True)])
 def test_nothing_to_wait_for_is_no_reason_to_spin(runs: tuple[str, ...], is_cluster: bool) -> None:
     client = Silent()

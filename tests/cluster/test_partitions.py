@@ -29,6 +29,7 @@ def judged(store: RedisStore) -> int:
     return max((run.last_step for run in store.runs()), default=0)
 
 
+# case: RED-15
 def test_agent_and_controller_are_cut_off_from_redis_and_come_back(tmp_path: Path, net: isolation.Network) -> None:
     prefixes = {host: net.add(host) for host in ("redis", "n0", "a", "b")}
     address = net.hosts["redis"]

@@ -123,6 +123,7 @@ def test_the_end_and_a_lost_connection_are_told_apart() -> None:
     assert [record.state for record in lost.store.runs()] == ["lost"]
 
 
+# case: SPK-06
 def test_a_restarted_controller_repeats_no_id_and_knows_its_budgets(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s.sqlite")
     first = box(store=store)

@@ -84,6 +84,7 @@ def test_layers_of_transformer_engine_have_the_error_of_their_formats(name: str)
         assert found[1].item() == pytest.approx(ORDINARY, rel=0.3)
 
 
+# case: HOK-15
 def test_a_probe_neither_waits_nor_changes_a_bit() -> None:
     te = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
     recipe = pytest.importorskip("transformer_engine.common.recipe").DelayedScaling()

@@ -61,6 +61,7 @@ def _run_bare(recipe: str) -> None:
     torch.compiler.reset()
 
 
+# case: HOK-19
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_layers_show_what_eager_ones_do(recipe: str, mode: str) -> None:

@@ -30,6 +30,7 @@ def test_kernel_says_what_torch_says_on_a_gpu():
     assert differences(what_if_kernels.launch(items, amaxes(items)), items) == []
 
 
+# case: HOK-15
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nothing_waits_and_one_pass_costs_little_more_than_one_count():

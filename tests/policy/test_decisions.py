@@ -131,6 +131,7 @@ happenings = st.lists(
 )
 
 
+# case: SPK-05
 @settings(max_examples=40, deadline=None)
 @given(happenings, st.lists(st.booleans(), min_size=20, max_size=20))
 def test_whatever_happens_one_command_at_a_time_and_never_in_a_settling_window(

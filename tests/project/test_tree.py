@@ -35,6 +35,17 @@ def test_every_case_named_by_a_test_is_spelled_like_one() -> None:
     assert all(re.fullmatch(r"[A-Z]{2,3}-\d\d(, [A-Z]{2,3}-\d\d)*", m.strip()) for m in named), named
 
 
+def test_every_file_that_the_list_of_cases_names_says_which_test_covers_the_case():
+    lacking = []
+    for case, rest in re.findall(r"^\| ([A-Z]{2,3}-\d\d) \|(.*)$", (ROOT / "docs/cases.md").read_text(), re.MULTILINE):
+        for name in re.findall(r"`([a-z_]+/test_\w+)`", rest):
+            path = ROOT / "tests" / f"{name}.py"
+            tags = re.findall(r"# case" + r": *(.*)", path.read_text()) if path.exists() else []
+            if not any(case in tag.split(", ") for tag in tags):
+                lacking.append(f"{case}: {name}")
+    assert lacking == []
+
+
 def test_no_two_areas_of_the_tests_have_a_module_of_one_name():
     """pytest puts every area on the path, so the first one imported would replace the other."""
     names = [

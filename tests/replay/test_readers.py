@@ -34,6 +34,7 @@ def test_csv_round_trip(tmp_path_factory: pytest.TempPathFactory, values: list[t
     assert rows(path) == [(0, 10 * i, scalars) for i, scalars in enumerate(expected)]
 
 
+# case: SPK-12
 def test_csv_knows_nan_text_other_names_and_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_text("_step,epoch,train/loss,lr\n5.0,0,nan,1e-3\n6,0,inf,\n4,0,2.5,1e-4\n")

@@ -245,6 +245,7 @@ def test_close_does_not_wait_for_an_agent_that_hangs(agent: _Agent, channel: Cha
     assert time.monotonic() - started < 5.0
 
 
+# case: PRM-01
 def test_a_forked_child_does_not_keep_the_socket_open(agent: _Agent, channel: Channel) -> None:
     """A worker that outlives the trainer must not look like the trainer."""
     channel.set_preamble([HELLO])
