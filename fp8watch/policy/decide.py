@@ -193,9 +193,7 @@ class _Turn(Turn):
                 reason=why,
             )
         )  # fmt: skip
-        noted = replace(held, is_deferred=True)
-        others = tuple(noted if item.action_id == held.action_id else item for item in self.state.in_force)
-        self.state = replace(self.state, in_force=others)
+        self.state = self.state.with_held(replace(held, is_deferred=True))
 
     # Acting
 

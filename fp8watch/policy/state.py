@@ -115,6 +115,12 @@ class PolicyState:
         others = tuple(item for item in self.tracks if item.trouble.incident != track.trouble.incident)
         return replace(self, tracks=(*others[-255:], track))
 
+    def with_held(self, held: InForce) -> PolicyState:
+        """The state with what is known now of an action in force, in its place."""
+        return replace(
+            self, in_force=tuple(held if item.action_id == held.action_id else item for item in self.in_force)
+        )  # fmt: skip
+
     def bf16_modules(self) -> frozenset[str] | None:
         """Modules that our actions keep in BF16; None: all modules."""
         if any(item.action == "bf16_all" for item in self.in_force):

@@ -49,9 +49,7 @@ class Turn:
             )
         )
         self.is_busy = True
-        undoing = replace(held, is_undoing=True, is_trial=is_trial, undoing_layers=layers)
-        others = tuple(undoing if item.action_id == held.action_id else item for item in self.state.in_force)
-        self.state = replace(self.state, in_force=others)
+        self.state = self.state.with_held(replace(held, is_undoing=True, is_trial=is_trial, undoing_layers=layers))
 
     # What is written down
 
