@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fp8watch.capture.to_device import to_device
 from fp8watch.records import TensorColumn
 
 
@@ -62,9 +63,7 @@ class Places:
     def on(self, device: torch.device) -> torch.Tensor:
         """The indices on a device. Kept, because a copy that does not wait needs pinned memory."""
         if self._device is None or self._device.device != device:
-            held = torch.from_numpy(self.host)
-            held = held.pin_memory() if device.type == "cuda" else held
-            self._device = held.to(device, non_blocking=True)
+            self._device = to_device(torch.from_numpy(self.host), device)
         return self._device
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fp8watch.capture.to_device import to_device
+
 if TYPE_CHECKING:
     from fp8watch.capture.statistics.count import Item
 
@@ -84,5 +86,4 @@ def is_regular(item: Item, *, by_row: bool) -> bool:
 
 def on_device(rows: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
     """A table of int64 that is on the device before what is launched next, without waiting for it."""
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)

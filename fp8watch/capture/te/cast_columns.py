@@ -16,6 +16,7 @@ import torch
 
 from fp8watch.capture.source import Pieces, Places, Reading
 from fp8watch.capture.te.cast_rows import CastRows
+from fp8watch.capture.to_device import to_device
 from fp8watch.capture.what_if import WhatIfLog
 from fp8watch.records import TensorColumn
 
@@ -115,12 +116,12 @@ class CastColumns:
 def _new_order(columns: Sequence[TensorColumn], pieces: Pieces | None, rows: CastRows) -> _Order:
     found = [rows.get((column.module, column.tensor)) for column in columns]
     by_part = by_column = np.array([NO_ROW if row is None else row.number for row in found], np.int64)
-    on_device = index = _on_device(by_column.clip(0), rows.device)
+    on_device = index = to_device(torch.from_numpy(by_column.clip(0)), rows.device)
     places = None if pieces is None else pieces.places
     if pieces is not None and places is not None:
         by_part = np.full(sum(part.numel() for part in next(iter(pieces.parts.values()))), NO_ROW, np.int64)
         by_part[places.host] = by_column
-        index = _on_device(by_part.clip(0), rows.device)
+        index = to_device(torch.from_numpy(by_part.clip(0)), rows.device)
     return _Order(
         columns=columns, places=places, num_rows=len(rows), by_column=by_column, by_part=by_part, rows=on_device,
         index=index,
@@ -134,15 +135,9 @@ def _new_amounts(order: _Order, elements: list[int], device: torch.device, known
     if known is not None and known.order is order and np.array_equal(known.seen, seen):
         was_seen = known.was_seen
     else:
-        was_seen = _on_device(seen, device)
+        was_seen = to_device(torch.from_numpy(seen), device)
     quantized = by_row[order.by_part]
-    amounts = _on_device(np.stack([quantized, quantized.clip(1)]), device)
+    amounts = to_device(torch.from_numpy(np.stack([quantized, quantized.clip(1)])), device)
     return _Amounts(
         order=order, elements=elements, seen=seen, was_seen=was_seen, quantized=amounts[0], divisor=amounts[1]
     )  # fmt: skip
-
-
-def _on_device(host: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A copy that does not wait."""
-    held = torch.from_numpy(host)
-    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)

@@ -17,6 +17,7 @@ from fp8watch.capture.cast_log import CastLog
 from fp8watch.capture.source import Reading
 from fp8watch.capture.te.gemm_tap import GemmTap, Role, gemm_tap
 from fp8watch.capture.te.tensors import UNKNOWN_SCALE, TensorScales, read_scales
+from fp8watch.capture.to_device import to_device
 from fp8watch.formats import FORMATS
 from fp8watch.records import TensorColumn
 
@@ -140,7 +141,7 @@ class TeStatelessSource:
     def _grow(self) -> None:
         """Columns were discovered in this step: make a larger log and put all columns in order."""
         ignored = [UNKNOWN_SCALE if kind.recipe == "current" else float("nan") for kind in self._kinds]
-        unknown = self._on_device(torch.tensor(ignored, dtype=torch.float32, device="cpu"))
+        unknown = to_device(torch.tensor(ignored, dtype=torch.float32, device="cpu"), self._device)
         log = CastLog(len(self._keys), self._device, ignored=unknown)
         log.take_over(self._log)
         for position, worst in self._late:
@@ -151,12 +152,12 @@ class TeStatelessSource:
         order = sorted(range(self._shown), key=self._rank)
         facts = [self._kinds[i] for i in order]
         self._columns = [self._column(self._keys[i], self._kinds[i]) for i in order]
-        self._ordered = self._on_device(torch.tensor(order, dtype=torch.int64, device="cpu"))
+        self._ordered = to_device(torch.tensor(order, dtype=torch.int64, device="cpu"), self._device)
         has_scale = [kind.recipe != "nvfp4" for kind in facts]
         fp8_max = [kind.fp8_max if known else 1.0 for kind, known in zip(facts, has_scale, strict=True)]
         self._facts = (
-            self._on_device(torch.tensor(fp8_max, dtype=torch.float32, device="cpu")),
-            self._on_device(torch.tensor(has_scale, device="cpu")),
+            to_device(torch.tensor(fp8_max, dtype=torch.float32, device="cpu"), self._device),
+            to_device(torch.tensor(has_scale, device="cpu"), self._device),
         )
 
     def _without_gradient(self) -> Iterator[str]:
@@ -169,11 +170,6 @@ class TeStatelessSource:
     def _rank(self, position: int) -> tuple[int, int, int]:
         name, gemm, role = self._keys[position]
         return self._order[name], gemm, TENSORS.index(role)
-
-    def _on_device(self, values: torch.Tensor) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return values.to(self._device)
-        return values.pin_memory().to(self._device, non_blocking=True)
 
     def _column(self, key: tuple[str, int, Role], kind: TensorScales) -> TensorColumn:
         name, gemm, role = key
