@@ -77,9 +77,10 @@ def four_over(scale, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def is_finite(scale):  # type: ignore[no-untyped-def]
+def is_finite(x):  # type: ignore[no-untyped-def]
     """Not NaN, nor infinite."""
-    return tl.abs(scale) <= 3.4028234663852886e38
+    # NaN is not less either. Compared with the largest number, because LLVM makes three instructions of infinity.
+    return tl.abs(x) <= 3.4028234663852886e38
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -98,8 +99,7 @@ def tally(  # type: ignore[no-untyped-def]
     after = tl.where(code != 0.0, 1.0, 0.0)
     if not ZEROS_STAY:
         after *= before
-    # NaN is not less either. Compared with the largest number, because LLVM makes three instructions of infinity.
-    nonfinite = (~(tl.abs(x) <= 3.4028234663852886e38)).to(tl.float32)
+    nonfinite = (~is_finite(x)).to(tl.float32)
     difference = (scaled - code) * inverse
     return saturated, before, after, nonfinite, difference * difference, x * x
 

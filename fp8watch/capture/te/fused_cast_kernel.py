@@ -18,10 +18,7 @@ from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES, tally
 from fp8watch.capture.te.cast_kernel import EACH, PROGRAMS, THREADS, add_to_totals, scale_of
 from fp8watch.formats import Fp8Format
 
-__all__ = ["EACH", "FORMS", "SOURCES", "constants", "launch"]
-
-FORMS = ("layernorm", "rmsnorm", "activation", "derivative", "gated", "gated_derivative")
-"""What the source is made from. `gated`: the two halves of each row; the first is activated."""
+__all__ = ["EACH", "SOURCES", "constants", "launch"]
 
 
 @triton.jit

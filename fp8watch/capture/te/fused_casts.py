@@ -36,7 +36,8 @@ FUNCTIONS = {
     **{name: ("gated", activation) for name, activation in _GATED.items()},
     **{f"d{name}": ("gated_derivative", activation) for name, activation in _GATED.items()},
 }
-"""Form and activation (see `fused_cast_kernel`) of functions of `transformer_engine_torch`."""
+"""Form and activation (see `fused_cast_kernel`) of functions of `transformer_engine_torch`. `gated`: made from the two
+halves of each row, of which the first is activated."""
 ZERO_CENTERED = {"layernorm_fwd": 8, "rmsnorm_fwd": 7}
 """Position of the argument that says that a norm's weight is one less than it counts."""
 MOST_TRIALS = 3
@@ -110,7 +111,7 @@ class FusedCasts:
 
     def knows(self, name: str) -> bool:
         """Whether casts of this function can be counted from its inputs."""
-        return name in self._is_right and self._is_right[name]
+        return self._is_right.get(name, False)
 
     def count(
         self, row: CastRow, name: str, args: Sequence[Any], options: dict[str, Any], result: Any, made: Any
@@ -135,14 +136,14 @@ class FusedCasts:
             if name in self._is_right or name in self._trials:  # another thread was first
                 return
             self._num_trials[name] += 1
-            self._is_right[name] = False  # unless all of this succeeds
             try:
                 self._start_trial(name, args, options, result, source, made, fmt)
             except Exception:
                 logger.warning("fp8watch: %s is called again to be counted", name, exc_info=True)
+                self._is_right[name] = False
                 return
-            if name in self._trials or self._num_trials[name] < MOST_TRIALS:
-                del self._is_right[name]
+            if name not in self._trials and self._num_trials[name] >= MOST_TRIALS:
+                self._is_right[name] = False
 
     def _start_trial(
         self, name: str, args: Sequence[Any], options: dict[str, Any], result: Any, source: torch.Tensor, made: Any,
