@@ -47,7 +47,12 @@ class Mark:
     def synchronize(self) -> None:
         """Wait for it. Raises `RuntimeError` if its stream is idle and it still is not complete."""
         if not self.query():
-            torch.cuda.ExternalStream(self.stream, device=self._device).synchronize()  # type: ignore[no-untyped-call]
+            # Address 0 is the default stream; torch takes it for "none given", and makes another stream.
+            at, device = self.stream, self._device
+            stream: torch.cuda.Stream = (
+                torch.cuda.ExternalStream(at, device=device) if at else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]
+            )
+            stream.synchronize()
             if not self.query():
                 raise RuntimeError("a step's numbers were not written: the kernel did not run")
 

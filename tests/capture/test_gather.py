@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fp8watch.capture import gather as gather_module
 from fp8watch.capture import ring as ring_module
-from fp8watch.capture.gather import Gather, gather_for, try_out
+from fp8watch.capture.gather import Gather, Mark, gather_for, try_out
 from fp8watch.capture.ring import Ring
 from fp8watch.capture.triton_launch import Shortcut
 
@@ -152,6 +152,27 @@ def test_waiting_for_a_kernel_that_never_ran_loses_its_step_alone(
     assert [note for note, _ in ring.poll(wait=True)] == [1, 3]
     assert ring.dropped == 1
     assert ring.push(step(), 4), "its slot is free again"
+
+
+def test_address_0_is_the_default_stream_and_not_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 `torch.cuda.ExternalStream(0)` is a stream from the pool, which is idle."""
+    flags = memoryview(np.zeros(1, np.int32))  # type: ignore[arg-type]
+    waited = []
+
+    class Default:
+        def __init__(self, device: torch.device) -> None:
+            assert device == CPU
+
+        def synchronize(self) -> None:
+            waited.append("default")
+            flags[0] = 5
+
+    monkeypatch.setattr(torch.cuda, "default_stream", Default)
+    mark = Mark(flags, 0, CPU)
+    mark.sequence, mark.stream = 5, 0
+    mark.synchronize()
+    assert waited == ["default"]
+    assert mark.query()
 
 
 def test_a_launch_that_raises_is_the_last_and_torch_goes_on(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,20 @@ def test_memory_is_the_same_on_both_sides() -> None:
     assert torch.cuda.memory_allocated() == held, "it takes no memory of the device"
 
 
+@pytest.mark.parametrize("is_default", [True, False], ids=["default stream", "side stream"])
+def test_who_waits_gets_late_numbers(is_default: bool) -> None:
+    ring: Ring[int] = Ring(DEVICE)
+    value = torch.zeros((), device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.default_stream() if is_default else torch.cuda.Stream()):
+        torch.cuda._sleep(1_000_000_000)  # about half a second
+        value.fill_(5.0)
+        assert ring.push({"value": value}, 1)
+        assert ring.poll() == []
+        assert [(note, float(values["value"])) for note, values in ring.poll(wait=True)] == [(1, 5.0)]
+    assert ring.dropped == 0
+
+
 def test_a_graph_capture_and_side_streams_do_not_disturb_it() -> None:
     ring: Ring[int] = Ring(DEVICE)
     side = torch.cuda.Stream()
