@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -26,12 +27,12 @@ from fp8watch.transport.opening import Opening
 from fp8watch.transport.pending import as_message
 from fp8watch.transport.process import AgentProcess
 from fp8watch.transport.queue import OutgoingQueue
+from fp8watch.transport.rhythm import Rhythm
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.02
-"""How long a queued message may wait. The queue is polled, because the training thread would have to release the GIL
-for a system call that wakes this thread."""
+"""Between two looks at what is left while closing."""
 PAUSE_SECONDS, SHORT_PAUSE_SECONDS = 0.001, 0.0001
 """Pauses after each message of a backlog; the short one is used when frames may be lost. A thread that releases the GIL
 for a system call takes it back before another thread has woken up. Without a pause, the training thread would wait for
@@ -42,6 +43,8 @@ STABLE_SECONDS = 2.0
 """After a connection that lasted this long, retries start again at `FIRST_RETRY_SECONDS`."""
 ABSENT_SECONDS = 1.0
 """How long closing waits for an absent agent that is not started by this process."""
+FULL_SECONDS = 0.2
+"""How long to wait for room in the socket before anything else is looked at."""
 READ_BYTES = 256 * 1024
 
 
@@ -70,6 +73,7 @@ class Link(threading.Thread):
         self._opening = Opening([])
         self._current: Message | None = None
         self._pending = memoryview(b"")
+        self._rhythm = Rhythm()
         self._stopping = threading.Event()
         self._deadline = 0.0
         self._warned: set[str] = set()
@@ -206,30 +210,44 @@ class Link(threading.Thread):
             connection.close()
 
     def _exchange(self, connection: socket.socket) -> None:
-        """Send and receive once, waiting briefly."""
-        if not self._pending:
-            self._load_next()
-        poller = select.poll()
-        poller.register(connection, select.POLLIN | (select.POLLOUT if self._pending else 0))
-        seconds = 0.2 if self._pending and not self._stopping.is_set() else IDLE_SECONDS
-        events = poller.poll(seconds * 1000)
+        """Send what is queued, then wait for a reply, for room in the socket, or until the next look."""
         try:
-            if events and events[0][1] & select.POLLIN and not self._receive(connection):
-                self._disconnect()
-                return
+            if not self._pending:
+                self._load_next()
             if self._pending:
-                self._pending = self._pending[connection.send(self._pending) :]
-                if not self._pending and self._current is not None:
-                    self._opening.passed(self._current)
-                    self._current = None
-                    self._pause()
-            elif events and not events[0][1] & select.POLLIN:  # closed or in error, with nothing left to read
+                self._send(connection)
+            if self._await(connection) and not self._receive(connection):
                 self._disconnect()
         except BlockingIOError:
             return
         except OSError as error:
             logger.debug("connection to %s broke: %s", self._address, error)
+            with suppress(OSError):  # what the agent said last
+                while self._receive(connection):
+                    pass
             self._disconnect()
+
+    def _send(self, connection: socket.socket) -> None:
+        # Without asking first whether there is room: after each system call the GIL has to be taken from training.
+        with suppress(BlockingIOError):
+            self._pending = self._pending[connection.send(self._pending) :]
+        if not self._pending and self._current is not None:
+            self._opening.passed(self._current)
+            self._current = None
+            self._pause()
+
+    def _await(self, connection: socket.socket) -> bool:
+        """Wait. True: there is something to read, or the connection is closed."""
+        if self._pending:
+            seconds = IDLE_SECONDS if self._stopping.is_set() else FULL_SECONDS
+        elif self._preamble or self._queue:
+            seconds = 0.0
+        else:
+            seconds = IDLE_SECONDS if self._stopping.is_set() else self._rhythm.seconds()
+        poller = select.poll()
+        poller.register(connection, select.POLLIN | (select.POLLOUT if self._pending else 0))
+        events = poller.poll(seconds * 1000)
+        return bool(events) and events[0][1] != select.POLLOUT
 
     def _pause(self) -> None:
         """Let the training thread run between the messages of a backlog; returns at once after `stop`."""
@@ -243,11 +261,10 @@ class Link(threading.Thread):
             return
         try:
             message = as_message(outgoing)
-            if isinstance(message, StepFrame | Goodbye):
-                # Copies, each made in one operation, because the training thread goes on counting.
-                dropped = self.dropped + Counter(dict(self._queue.overflowed)) + Counter(dict(self._dropped_before))
-                if dropped:
-                    message = msgspec.structs.replace(message, dropped=dict(dropped))
+            if isinstance(message, StepFrame):
+                self._rhythm.took(message.time_unix)
+            if isinstance(message, StepFrame | Goodbye) and (dropped := self._all_dropped()):
+                message = msgspec.structs.replace(message, dropped=dropped)
             self._pending = memoryview(wire.frame(message))
             self._current = message
         except WireError as error:
@@ -256,6 +273,13 @@ class Link(threading.Thread):
         except Exception as error:  # a value that msgpack cannot encode, or a frame that cannot be built
             self.dropped["unencodable"] += 1
             self._warn_once(f"message dropped: {error!r}")
+
+    def _all_dropped(self) -> dict[str, int]:
+        queued, before = self._queue.overflowed, self._dropped_before
+        if not (self.dropped or queued or before):
+            return {}  # nearly always
+        # Copies, each made in one operation, because the training thread goes on counting.
+        return dict(self.dropped + Counter(dict(queued)) + Counter(dict(before)))
 
     def _receive(self, connection: socket.socket) -> bool:
         """Read what has arrived. False: end of stream, or bytes that are no valid message."""
