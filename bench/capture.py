@@ -1,6 +1,7 @@
 """Cost of watching on a GPU: blocks of steps of two equal trainings, bare and watched, alternating in one process.
 
-    python bench/capture.py [--shape gpu-bound|launch-bound|torchao|many-tensors|all] [--pairs N] [--out FILE]
+    python bench/capture.py [--shape gpu-bound|launch-bound|torchao|many-tensors|all] [--pairs N] [--append]
+                            [--out FILE]
 
 Needs Transformer Engine (torchao for that shape). Every block is timed by the wall clock between two synchronisations,
 so both host and device time count. The ratio is watched over bare of neighbouring blocks; its median (a mean of
@@ -10,8 +11,10 @@ frames, as on a node. There are two kinds of watched blocks: with every amax and
 counts of every cast in one step of ten as well. A logging step is also compared with one of Transformer Engine's own
 debug features, each step timed alone. CPU time is that of the training thread inside fp8watch, measured separately.
 
-Rows of shapes that are not run stay in the result file; each row names the code that it was measured with. On one H200
-allow 280 s for the GPU-bound shape, 420 s for the launch-bound one, 120 s for torchao, a minute for many tensors.
+Rows of shapes that are not run stay in the result file; each row names the code that it was measured with. `--append`
+adds blocks to those of the same row and code instead of replacing them: an interval gets narrower with more blocks. On
+one H200 allow 280 s for the GPU-bound shape, 700 s for the launch-bound one, 120 s for torchao, a minute for many
+tensors.
 """
 
 from __future__ import annotations
@@ -48,10 +51,14 @@ PLANS: dict[str, dict[str, int]] = {
     "gpu-bound": {"steps": 5, "lead": 1, "pairs": 20},
     "gpu-bound statistics": {"steps": 5, "lead": 0, "group": 2, "pairs": 16},
     "launch-bound": {"steps": 2, "lead": 1, "pairs": 200},
-    "launch-bound statistics": {"steps": 2, "lead": 0, "group": 5, "pairs": 140},
+    "launch-bound statistics": {"steps": 2, "lead": 1, "group": 10, "pairs": 100},
     "torchao": {"pairs": 15},
 }
-"""See `capture_blocks.alternate`. The launch-bound shape is the noisy one, and its steps are short."""
+"""See `capture_blocks.alternate`. The launch-bound shape is the noisy one, and its steps are short. What a step leaves
+for the transport thread counts there, too: that thread takes the interpreter from training. Ten of its blocks are 30
+watched steps, which hold each kind of periodic work equally often."""
+SAMPLE_EVERY = 10
+"""Timed steps."""
 MOST_CPU_US = 400.0
 LEAST_CHEAPER = 20.0
 AGENT_SECONDS = 30.0
@@ -59,13 +66,14 @@ MOST_BYTES = 64 * 1024**2
 STEPS_COMPILED = 10
 """Steps per block of the torchao shape."""
 EVERY = {"statistics_every": 1_000_000, "what_if_every": 0, "shadow_every": 0}
-SAMPLED = {"statistics_every": 10, "what_if_every": 0, "shadow_every": 0, "overhead_budget": 1.0}
+SAMPLED = {"statistics_every": SAMPLE_EVERY, "what_if_every": 0, "shadow_every": 0, "overhead_budget": 1.0}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=[*SHAPES, "torchao", "all"], default=["all"])
     parser.add_argument("--pairs", type=int, help="groups of blocks of each kind (default: depends on its noise)")
+    parser.add_argument("--append", action="store_true", help="add to the blocks of the same rows and code")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "capture_h200.json")
     chosen = parser.parse_args()
     names = [*SHAPES, "torchao"] if "all" in chosen.shape else chosen.shape
@@ -73,7 +81,8 @@ def main() -> int:
     with agent():
         for name in names:
             started = time.perf_counter()
-            for row in measure(name, chosen.pairs):
+            for found in measure(name, chosen.pairs):
+                row = pooled(found, chosen.out) if chosen.append else found
                 rows.append(row)
                 print(f"{describe(row)} ({time.perf_counter() - started:.0f} s)", flush=True)
                 write(chosen.out, rows, " ".join(["python", *sys.argv]))  # so that nothing measured is lost
@@ -138,9 +147,11 @@ def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
         yield cpu_row(training, shape)
     for kind, options in ((name, EVERY), (f"{name} statistics", SAMPLED)):
         plan = PLANS[kind] | ({"pairs": pairs} if pairs else {})
+        if options is SAMPLED:  # of the timed steps, and untimed ones come between them
+            options = options | {"statistics_every": SAMPLE_EVERY * (plan["lead"] + plan["steps"]) // plan["steps"]}
         times = alternate(trainings, partial(attach, run=kind.replace(" ", "-"), options=options), **plan)
         found = row(kind, shape, times, plan.get("group", 1))
-        if options is SAMPLED:
+        if kind.endswith("statistics"):
             found["host_syncs"] = host_syncs(training, attach(training, f"{name}-syncs", SAMPLED))
         yield found
     alone = step_times(training, attach(training, f"{name}-alone", SAMPLED), 32)
@@ -168,6 +179,27 @@ def row(name: str, shape: str, times: Times, group: int = 1) -> dict[str, Any]:
         "ratio_of_means": statistics.fmean(times["watched"]) / statistics.fmean(times["bare"]),
         "bar": BARS[name], "pass": high <= BARS[name], "raw": {"ms": times, "blocks_a_group": group},
     }  # fmt: skip
+
+
+def pooled(new: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The row with the blocks of an earlier run of the same code as well, if the file has one."""
+    old = next((one for one in _rows(path) if one["name"] == new["name"] and one["code"] == _code()), None)
+    if old is None or old["shape"] != new["shape"] or "blocks_a_group" not in new["raw"]:
+        return new
+    group = new["raw"]["blocks_a_group"]
+    if old["raw"].get("blocks_a_group") != group:
+        return new
+    times = {kind: old["raw"]["ms"][kind] + blocks for kind, blocks in new["raw"]["ms"].items()}
+    return new | row(new["name"], new["shape"], times, group)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return found
+
+
+def _code() -> str:
+    return commit() or os.environ.get("FP8WATCH_BENCH_COMMIT", "unknown")
 
 
 def host_syncs(training: Training, watch: Any) -> int:
@@ -286,14 +318,14 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     import transformer_engine
 
     names = {row["name"] for row in rows}
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    old = _rows(path)
     versions = {
         "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "transformer_engine": transformer_engine.__version__,
     }  # fmt: skip
     if "torchao" in sys.modules:
         versions["torchao"] = sys.modules["torchao"].__version__
-    code = commit() or os.environ.get("FP8WATCH_BENCH_COMMIT", "unknown")
+    code = _code()
     rows = [{**row, "code": code} for row in rows]
     report = {
         "commit": code,

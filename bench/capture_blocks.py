@@ -15,7 +15,7 @@ from capture_training import Training
 from fp8watch.capture import patches
 
 SETTLE = 15
-"""Watched steps before the first block, until layout and kernels have settled."""
+"""Watched steps before the first block at least, until layout and kernels have settled."""
 
 Times = dict[str, list[float]]
 """Milliseconds per step of each block, `bare` and `watched`, pair by pair."""
@@ -32,19 +32,21 @@ def alternate(
 ) -> Times:
     """Time blocks of `steps` steps, each after `lead` untimed steps. Which arm comes first changes from pair to pair.
 
-    There are `pairs` groups of `group` pairs; in every group the same pair includes the sampled step (`ratio_of`). The
-    two trainings change roles halfway, so that neither arm keeps the copy with the better place in memory. A watch is
-    attached for half of the groups at a time; the cost of attaching and of the first steps is not included. Python
-    collects garbage between blocks only, as trainers that care about step times do. The transport thread sends a
-    watched block's last frame during the next block: with `lead` in an untimed step of it; without, one frame in
-    `steps` is sent in the bare block where that comes second, and in a watched one after another pair.
+    There are `pairs` groups of `group` pairs; in every group the same pairs include a sampled step (`ratio_of`), which
+    is timed: every so many watched steps, a multiple of `lead + steps`. The two trainings change roles halfway, so that
+    neither arm keeps the copy with the better place in memory. A watch is attached for half of the groups at a time;
+    the cost of attaching and of the first steps is not included. Python collects garbage between blocks only, as
+    trainers that care about step times do. The transport thread sends a watched step's frame during the step after it.
+    With `lead` each timed block pays for as many frames as it has steps: for that of the untimed step before it, and
+    its own last one is sent in the untimed step of the next block. Without, one frame in `steps` is sent in the bare
+    block where that comes second, and in a watched one after another pair.
     """
     if pairs < 2:
         raise ValueError(f"{pairs} groups: each of the two roles needs one")
     times: Times = {"bare": [], "watched": []}
     for bare, watched in (trainings, trainings[::-1]):
         watch = attach(watched)
-        for _ in range(SETTLE):
+        for _ in range(settle(steps, lead)):
             watched.step(watch)
         gc.collect()
         gc.freeze()
@@ -61,6 +63,12 @@ def alternate(
         gc.unfreeze()
         watch.detach()
     return times
+
+
+def settle(steps: int, lead: int) -> int:
+    """Steps before the first block: then the first timed step of a block is one more than a multiple of
+    `lead + steps`, as sampled steps are (`fp8watch.capture.governor.Governor.due`)."""
+    return SETTLE + -(SETTLE + lead) % (lead + steps)
 
 
 def typical(values: Sequence[float], group: int = 1) -> float:

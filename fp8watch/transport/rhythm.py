@@ -8,6 +8,7 @@ looks 50 times a second takes more of it than all that it sends.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 LEAST_SECONDS = 0.02
@@ -16,8 +17,8 @@ MOST_SECONDS = 0.25
 """How long a message waits at most that was not."""
 OVERDUE_SHARE = 0.25
 """Of the time by which a step is late, until the next look: training is evaluating, or has stopped."""
-SMOOTHING = 0.2
-"""Weight of the newest step in the mean duration."""
+RECENT = 5
+"""Steps whose median duration is expected of the next one: an evaluation or a checkpoint between two is not a step."""
 
 
 class Rhythm:
@@ -27,20 +28,17 @@ class Rhythm:
         self._clock = clock
         self._taken_at = clock()
         self._made_at: float | None = None
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        """Durations of steps."""
         self._step_seconds: float | None = None
 
     def took(self, made_at: float) -> None:
         """A frame was taken from the queue; `made_at`: unix time in seconds at which its step ended."""
         self._taken_at = self._clock()
         before, self._made_at = self._made_at, made_at
-        if before is None or made_at <= before:  # a clock that was set back
-            return
-        seconds, known = made_at - before, self._step_seconds
-        if known is None:
-            self._step_seconds = seconds
-        else:
-            # An evaluation or a checkpoint between two steps is not a step.
-            self._step_seconds = known + SMOOTHING * (min(seconds, 2.0 * known) - known)
+        if before is not None and made_at > before:  # else the clock was set back
+            self._recent.append(made_at - before)
+            self._step_seconds = sorted(self._recent)[len(self._recent) // 2]
 
     def seconds(self) -> float:
         """How long to wait before the next look."""

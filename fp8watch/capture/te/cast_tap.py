@@ -16,7 +16,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -115,7 +115,7 @@ class CastTap:
         for name, make in wrappers.items():
             for holder in self._norms if name in NORMS else [self._extension]:
                 if hasattr(holder, name):
-                    yield holder, name, make
+                    yield holder, name, lru_cache(maxsize=2)(make)  # the same wrapper in each sampled step
 
     def _cast_wrapper(self, has_bias: bool, original: Callable[..., Any]) -> Callable[..., Any]:
         """A function that casts its first argument: most casts of a step, so everything is done in this one frame."""
