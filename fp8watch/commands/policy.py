@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,10 @@ from fp8watch.commands import values
 from fp8watch.commands.output import fail, print_json, print_table
 from fp8watch.commands.stores import JsonOption
 from fp8watch.errors import BadInput
+
+if TYPE_CHECKING:
+    from fp8watch.policy.rungs import Rung
+    from fp8watch.policy.schema import Policy, Rule
 
 app = typer.Typer(help="Check policy files, and describe them to editors.", no_args_is_help=True)
 
@@ -39,11 +43,17 @@ def check(
             ", ".join(rule.when.detector),
             rule.when.severity,
             ", ".join(rule.when.cause or ("any",)),
-            " -> ".join(rung.action for rung in rule.ladder) or "note only",
+            " -> ".join(_rung(loaded, rule, rung) for rung in rule.ladder) or "note only",
         )
         for rule in loaded.rules
     ]
     print_table("Rules", ["rule", "mode", "detector", "severity", "cause", "ladder"], rows)
+
+
+def _rung(policy: Policy, rule: Rule, rung: Rung) -> str:
+    """Its action, and its mode where that is lower than its rule's."""
+    mode = policy.rung_mode(rule, rung)
+    return rung.action if mode == policy.rule_mode(rule) else f"{rung.action} ({mode})"
 
 
 @app.command()

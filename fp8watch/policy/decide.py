@@ -17,7 +17,7 @@ from fp8watch.policy.outcome import INSURANCE, is_covered, why_not_recovered
 from fp8watch.policy.preconditions import why_quiet
 from fp8watch.policy.recurrence import grown_serious, new_track, taken_up_again
 from fp8watch.policy.rungs import Halt, Rung, Verify
-from fp8watch.policy.schema import Policy, Rule, lower_mode
+from fp8watch.policy.schema import Policy, Rule
 from fp8watch.policy.state import Decision, InForce, PolicyState, Track
 from fp8watch.policy.turn import Turn, join
 from fp8watch.policy.view import Trouble, View
@@ -94,9 +94,10 @@ class _Turn(Turn):
 
     def _no_effect(self, track: Track, rule: Rule | None, why: str) -> None:
         self._verdict(track, "no_effect", why)
-        following = rule.ladder[track.rung + 1] if rule and track.rung + 1 < len(rule.ladder) else None
+        rungs_after = rule.ladder[track.rung + 1 :] if rule else []
+        following = next((rung for rung in rungs_after if rung.mode != "observe"), None)
         blame = f"{track.action} had no effect: {why}"
-        moved = replace(track, rung=track.rung + 1, phase="open", is_due=True, why=blame)
+        moved = replace(track, rung=track.rung + 1, phase="open", is_due=True, helped=False, why=blame)
         held = next((item for item in self.state.in_force if item.action_id == track.action_id), None)
         rung = self._rung(track)
         keeps = (following is not None and following.action in BUILDS_ON) or not (
@@ -273,9 +274,12 @@ class _Turn(Turn):
 
     def _climb(self, rule: Rule, trouble: Trouble, track: Track) -> None:
         """Take the first rung that can be taken, starting where the track stands."""
-        mode = lower_mode(self.policy.mode, rule.mode)
         while track.rung < len(rule.ladder):
             rung = rule.ladder[track.rung]
+            if track.helped and rung.if_loss_above is None:  # it is not for damage that an earlier rung has left
+                track = replace(track, rung=track.rung - 1, phase="done", is_due=False)
+                break
+            mode = self.policy.rung_mode(rule, rung)
             if mode == "auto" and rung.action == "skip_update" and self._has_nothing_to_skip():
                 break
             try:
@@ -284,9 +288,12 @@ class _Turn(Turn):
                 self._record(track, "unavailable", str(error), self._new_id(), rung.action)
                 track = replace(track, rung=track.rung + 1, is_due=True)
                 continue
-            track = replace(track, params=params, action=rung.action, decided_seen=self.view.seen)
+            reached, track = track, replace(track, params=params, action=rung.action, decided_seen=self.view.seen)
             if mode == "observe" or self.view.disarmed:
                 self._announce("propose", track, rung, join(track.why, how, self.view.disarmed), "observe")
+                if mode == "observe" and self.policy.rule_mode(rule) != "observe":  # this rung alone only observes
+                    track = replace(reached, rung=track.rung + 1, is_due=True)
+                    continue
                 track = replace(track, phase="done", is_final=True)
                 break
             spent = self._refusal(rung)

@@ -23,7 +23,8 @@ from fp8watch.policy.rungs import (
     SkipUpdate,
     TightenClip,
 )
-from fp8watch.policy.schema import Policy, Rule, When
+from fp8watch.policy.schema import MODE_RANK, Policy, Rule, When
+from fp8watch.records import Mode
 
 Location = tuple[str | int, ...]
 Fault = tuple[Location, str]
@@ -40,6 +41,7 @@ def faults(policy: Policy) -> list[Fault]:
         at: Location = ("rules", number)
         found += _never_matches(rule, at)
         found += _shadowed(policy, number)
+        found += _looser(policy, rule, at)
         if policy.rule_mode(rule) != "observe":
             found += [fault for index in range(len(rule.ladder)) for fault in _rung(policy, rule, index, at)]
             found += _undone(policy, number)
@@ -47,13 +49,13 @@ def faults(policy: Policy) -> list[Fault]:
 
 
 def _budgets(policy: Policy) -> Iterator[Fault]:
-    acting = [rule for rule in policy.rules if policy.rule_mode(rule) != "observe"]
+    acting = [(rule.name, rung) for rule in policy.rules for rung in rule.ladder if _acts(policy, rule, rung)]
     budgets = policy.budgets
-    paying = [rule.name for rule in acting if any(rung.action not in FREE for rung in rule.ladder)]
+    paying = [name for name, rung in acting if rung.action not in FREE]
     if budgets.actions_per_1000_steps == 0 and paying and budgets.when_spent == "observe":
         yield ("budgets", "actions_per_1000_steps"), f"0 actions, and rule {paying[0]} wants to act"
     for key in ("rollbacks_per_24h", "rollbacks_per_checkpoint"):
-        going_back = [rule.name for rule in acting if any(isinstance(rung, Rollback) for rung in rule.ladder)]
+        going_back = [name for name, rung in acting if isinstance(rung, Rollback)]
         if getattr(budgets, key) == 0 and going_back:
             yield ("budgets", key), f"0 rollbacks, and rule {going_back[0]} wants to go back"
 
@@ -102,17 +104,41 @@ def _within(narrow: tuple[str, ...] | None, wide: tuple[str, ...] | None) -> boo
     return wide is None or (narrow is not None and set(narrow) <= set(wide))
 
 
+def _acts(policy: Policy, rule: Rule, rung: Rung) -> bool:
+    return policy.rung_mode(rule, rung) != "observe"
+
+
+def _looser(policy: Policy, rule: Rule, at: Location) -> Iterator[Fault]:
+    """Modes that promise more than the file or the rule allows. `approve` below `observe` is none: it is what will hold
+    once the file or rule acts."""
+    if rule.mode is not None and _promises_more(rule.mode, policy.mode):
+        yield (*at, "mode"), f"{rule.mode} is looser than the file's {policy.mode}, which stands"
+    allowed = policy.rule_mode(rule)
+    for index, rung in enumerate(rule.ladder):
+        if rung.mode is not None and _promises_more(rung.mode, allowed):
+            whose = "file" if allowed == policy.mode else "rule"
+            yield (*at, "ladder", index, "mode"), f"{rung.mode} is looser than the {whose}'s {allowed}, which stands"
+
+
+def _promises_more(mode: Mode, allowed: Mode) -> bool:
+    return MODE_RANK[mode] > MODE_RANK[allowed] and (mode, allowed) != ("approve", "observe")
+
+
 def _rung(policy: Policy, rule: Rule, index: int, at: Location) -> Iterator[Fault]:
     rung = rule.ladder[index]
     here: Location = (*at, "ladder", index)
-    if index and rule.ladder[index - 1].action == "halt":
+    before = next((item for item in reversed(rule.ladder[:index]) if _acts(policy, rule, item)), None)
+    if before is not None and before.action == "halt":
         yield here, "is never reached: the rung before stops the run"
-    if index and rung == rule.ladder[index - 1] and rung.if_loss_above is None and not isinstance(rung, Rollback):
+    if not _acts(policy, rule, rung):
+        return
+    is_same = before is not None and rung == before.model_copy(update={"mode": rung.mode})
+    if is_same and rung.if_loss_above is None and not isinstance(rung, Rollback):
         yield here, "is the rung before once more: what had no effect is not tried again"
     why = _impossible(policy, rule, rung)
     if why is not None:
         yield here, f"{rung.action} can never be done here: {why}"
-    if index == 0 and rung.if_loss_above is not None:
+    if before is None and rung.if_loss_above is not None:
         yield (*here, "if_loss_above"), "has no meaning on the first rung: no rung before it has helped"
 
 
@@ -126,7 +152,7 @@ def _impossible(policy: Policy, rule: Rule, rung: Rung) -> str | None:
             return "parameters that are not finite are not mended by skipping an update"
         if rung.max_consecutive == 0:
             return "max_consecutive is 0"
-        if policy.rule_mode(rule) == "approve":
+        if policy.rung_mode(rule, rung) == "approve":
             return "the ranks carry it out on the spot and cannot wait for a person"
     if isinstance(rung, TightenClip) and detectors == {"nonfinite"}:
         return "clipping cannot mend a norm that is not finite"
@@ -149,11 +175,11 @@ def _undone(policy: Policy, number: int) -> Iterator[Fault]:
     rule = policy.rules[number]
     for index, rung in enumerate(rule.ladder):
         for other in policy.rules[: number + 1]:
-            if policy.rule_mode(other) == "observe" or not _may_meet(rule, other):
+            if not _may_meet(rule, other):
                 continue
             until = index if other is rule else len(other.ladder)
-            against = next((item for item in other.ladder[:until] if _opposes(rung, item)), None)
-            if against is not None:
+            acting = [item for item in other.ladder[:until] if _acts(policy, other, item)]
+            if _acts(policy, rule, rung) and any(_opposes(rung, item) for item in acting):
                 what = _direction(rung)
                 assert what is not None
                 reason = f"undoes what rule {other.name} does: one raises, the other lowers the {what[0]}"

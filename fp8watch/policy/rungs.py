@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from fp8watch.records import Mode
 from fp8watch.vocabulary import MAX_SKIP_BATCHES
 
 Scope = Literal["tensor", "layer", "run"]
@@ -63,6 +64,9 @@ class Rung(Strict):
     action: str
     scope: Scope | None = None
     """What the action is applied to; absent: the action's own default (its first allowed scope)."""
+    mode: Mode | None = None
+    """Can only lower the rule's mode, for this rung alone. approve: a person is asked before it is taken. observe: it
+    is recorded as proposed, and the next rung is taken. Absent: the rule's mode."""
     settle_steps: Steps = 20
     """Steps after the action was applied in which nothing else is done and nothing is judged."""
     hold_steps: Steps | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fp8watch.policy.rungs import AnyRung, Steps, Strict
+from fp8watch.policy.rungs import AnyRung, Rung, Steps, Strict
 from fp8watch.records import DETECTORS, Cause, Mode, Severity
 
 MODE_RANK: dict[Mode, int] = {"observe": 0, "approve": 1, "auto": 2}
@@ -160,12 +160,21 @@ class Policy(Strict):
         """The mode in force for a rule."""
         return lower_mode(self.mode, rule.mode)
 
+    def rung_mode(self, rule: Rule, rung: Rung) -> Mode:
+        """The mode in force for a rung of a rule's ladder."""
+        return lower_mode(self.rule_mode(rule), rung.mode)
+
+
+def skip_limits(policy: Policy) -> list[int]:
+    """How many updates in a row each `skip_update` rung in auto lets the ranks skip by themselves. Empty: none does."""
+    return [
+        rung.max_consecutive
+        for rule in policy.rules
+        for rung in rule.ladder
+        if rung.action == "skip_update" and rung.max_consecutive > 0 and policy.rung_mode(rule, rung) == "auto"
+    ]
+
 
 def arms_skip_update(policy: Policy) -> bool:
-    """Whether ranks skip optimizer steps on a non-finite gradient by themselves: a rule in auto has that rung."""
-    return any(
-        rung.action == "skip_update" and rung.max_consecutive > 0
-        for rule in policy.rules
-        if policy.rule_mode(rule) == "auto"
-        for rung in rule.ladder
-    )
+    """Whether ranks skip optimizer steps on a non-finite gradient by themselves."""
+    return bool(skip_limits(policy))

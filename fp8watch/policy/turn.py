@@ -29,7 +29,7 @@ class Turn:
         self.decisions.append(
             Decision(
                 kind="apply", action_id=action_id, action=rung.action, params=params, rule=rule.name,
-                trouble=track.trouble, mode=self.policy.rule_mode(rule), reason=why, rung=rung, by=by,
+                trouble=track.trouble, mode=self.policy.rung_mode(rule, rung), reason=why, rung=rung, by=by,
                 considered=self._considered(rule.name, track.trouble),
             )
         )  # fmt: skip
@@ -100,8 +100,8 @@ class Turn:
         return passed_over(self.policy, trouble, self.view, names.index(rule)) if rule in names else ""
 
     def _record(self, track: Track, status: str, why: str, action_id: str, action: str, by: str = "") -> None:
-        rule = self._rule(track)
-        mode = self.policy.rule_mode(rule) if rule is not None else self.policy.mode
+        rule, rung = self._rule(track), self._rung(track)
+        mode = self.policy.rung_mode(rule, rung) if rule is not None and rung is not None else self.policy.mode
         self.decisions.append(
             Decision(
                 kind="record", mode=mode, action_id=action_id, action=action,

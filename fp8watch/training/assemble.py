@@ -26,7 +26,7 @@ from fp8watch.checkpoints.place import Unsupported
 from fp8watch.controller import markers
 from fp8watch.errors import CheckpointError, Halted, RanksApart
 from fp8watch.identity import Identity, identify
-from fp8watch.policy.schema import Policy
+from fp8watch.policy.schema import Policy, skip_limits
 from fp8watch.records import Command
 from fp8watch.security import Verifier, load_ring
 from fp8watch.settings import Settings
@@ -225,10 +225,7 @@ def _arm_skip(arguments: Arguments, session: Session) -> None:
     if reason is not None:
         session.note(f"skip_update: {reason}")
         return
-    limits = [
-        rung.max_consecutive for rule in arguments.policy.rules for rung in rule.ladder if rung.action == "skip_update"
-    ]
-    skip.max_in_a_row = min(limit for limit in limits if limit > 0)
+    skip.max_in_a_row = min(skip_limits(arguments.policy))
     skip.arm("policy")
 
 
