@@ -243,7 +243,10 @@ class _Turn(Turn):
                 self.state = self.state.with_track(track)
             else:
                 track = taken_up_again(self.state, replace(track, trouble=trouble), rule, self.view)
-                track = grown_serious(track, self._rule(track), rule, self.view)
+                grown = grown_serious(track, self._rule(track), rule, self.view)
+                if track.phase == "waiting" and grown is not track:
+                    self._close(track, "expired", f"the trouble has grown: rule {rule.name} has it now")
+                track = grown
                 self.state = self.state.with_track(track)
             if track.phase == "open" and (track.is_due or is_active):
                 found.append((position, trouble.onset_step, rule, trouble, track))

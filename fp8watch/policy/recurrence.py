@@ -73,8 +73,13 @@ def taken_up_again(state: PolicyState, track: Track, rule: Rule, view: View) -> 
 
 
 def grown_serious(track: Track, before: Rule | None, rule: Rule, view: View) -> Track:
-    """The track of a warning that has become a case to act: it starts on the ladder of the rule for such cases."""
-    is_warning = before is not None and before.name != rule.name and before.when.severity == "warn"
-    if not is_warning or track.trouble.severity != "act" or track.phase not in {"open", "done"}:
+    """The track of a trouble that has grown, on the ladder of the rule for what it is now: a warning has become a case
+    to act, or the parameters are not finite any more. A question about what it was does not keep that rule waiting."""
+    if before is None or before.name == rule.name:
         return track
-    return Track(trouble=track.trouble, rule=rule.name, attempt=view.attempt)
+    is_case_to_act = before.when.severity == "warn" and track.trouble.severity == "act"
+    was_asked = track.phase == "waiting" or (track.phase == "done" and track.is_final and bool(track.action_id))
+    has_poisoned = bool(rule.when.params_nonfinite) and not before.when.params_nonfinite
+    if (is_case_to_act and track.phase in {"open", "done", "waiting"}) or (has_poisoned and was_asked):
+        return Track(trouble=track.trouble, rule=rule.name, attempt=view.attempt)
+    return track

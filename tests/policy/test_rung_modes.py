@@ -196,3 +196,18 @@ def test_ranks_skip_updates_only_for_a_rung_in_auto() -> None:
     run = Run(ladder("action: skip_update, mode: observe", "action: halt", when="detector: nonfinite"))
     made = run.go([trouble(**NAN)], is_nonfinite_now=True)
     assert kinds(made) == [("propose", "skip_update"), ("apply", "halt")]
+
+
+# A question does not keep a graver trouble waiting
+
+
+def test_a_question_about_a_warning_does_not_keep_the_rule_for_the_case_to_act_waiting() -> None:
+    early = ladder("action: rewarm, mode: approve", when="detector: loss_spike, severity: warn")
+    late = "  - name: b\n    when: {detector: loss_spike}\n    ladder: [{action: halt}]\n"
+    run = Run("rules:\n" + late + early.removeprefix("rules:\n"))
+    (asked,) = run.go([trouble(severity="warn")])
+    made = run.go([trouble()])
+    assert kinds(made) == [("record", "rewarm"), ("apply", "halt")]
+    assert (made[0].action_id, made[0].status, made[0].reason) == (
+        asked.action_id, "expired", "the trouble has grown: rule b has it now"
+    )  # fmt: skip
