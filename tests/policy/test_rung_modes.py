@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from test_policy_check import HEAD, faults, rule
 from test_policy_rules import HOLD, Run, kinds, ladder, trouble
+from typer.testing import CliRunner
 
-from fp8watch.policy.load import check, parse
+from fp8watch.cli import build
+from fp8watch.policy.load import check, load, parse
 from fp8watch.policy.schema import arms_skip_update, skip_limits
 from fp8watch.policy.state import Decision
 
@@ -198,6 +200,11 @@ def test_ranks_skip_updates_only_for_a_rung_in_auto() -> None:
     assert kinds(made) == [("propose", "skip_update"), ("apply", "halt")]
 
 
+def test_policy_check_shows_which_rungs_ask() -> None:
+    shown = CliRunner(env={"COLUMNS": "300"}).invoke(build(), ["policy", "check", "conservative"]).stdout
+    assert "skip_update -> bf16_all (approve) -> halt (approve)" in " ".join(shown.split())
+
+
 # A question does not keep a graver trouble waiting
 
 
@@ -211,3 +218,22 @@ def test_a_question_about_a_warning_does_not_keep_the_rule_for_the_case_to_act_w
     assert (made[0].action_id, made[0].status, made[0].reason) == (
         asked.action_id, "expired", "the trouble has grown: rule b has it now"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [None, "refuse"])
+def test_an_asked_rung_does_not_keep_poisoned_parameters_waiting(answer: str | None) -> None:
+    policy = load("conservative")
+    run = Run("rules: []")
+    run.policy = policy
+    bad = trouble(**NAN)
+    asked = run.go([bad], num_skipped=4, is_nonfinite_now=True)[-1]
+    assert (asked.kind, asked.rule, asked.action) == ("wait", "non-finite", "bf16_all")
+    verdicts = {} if answer is None else {asked.action_id: answer}
+    run.go([bad], num_skipped=5, is_nonfinite_now=True, verdicts=verdicts)
+    poisoned = {"is_nonfinite_now": True, "params_nonfinite": True}
+    made = run.go([bad], steps=52, **poisoned)
+    status = [] if answer else [("record", "expired")]
+    assert [(item.kind, item.status) for item in made if item.action == "bf16_all"] == status
+    assert [(item.kind, item.rule) for item in made if item.action == "halt"] == [
+        ("wait", "poisoned-parameters"), ("apply", "poisoned-parameters"),
+    ], "asked, and done when nobody answers in 50 steps"  # fmt: skip
