@@ -78,8 +78,9 @@ def grown_serious(track: Track, before: Rule | None, rule: Rule, view: View) -> 
     if before is None or before.name == rule.name:
         return track
     is_case_to_act = before.when.severity == "warn" and track.trouble.severity == "act"
-    was_asked = track.phase == "waiting" or (track.phase == "done" and track.is_final and bool(track.action_id))
+    has_ended = track.phase == "done" and track.is_final and bool(track.action_id)
     has_poisoned = bool(rule.when.params_nonfinite) and not before.when.params_nonfinite
-    if (is_case_to_act and track.phase in {"open", "done", "waiting"}) or (has_poisoned and was_asked):
+    is_free = track.phase in {"open", "waiting"}
+    if (is_case_to_act and (is_free or track.phase == "done")) or (has_poisoned and (is_free or has_ended)):
         return Track(trouble=track.trouble, rule=rule.name, attempt=view.attempt)
     return track
