@@ -308,7 +308,7 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    worse = "null" if row["worse"] is None else f"{row['worse']:+.1%}"
+    worse = "null" if row["worse"] is None else f"{row['worse']:+z.1%}"
     closed = "" if row["gap_closed"] is None else f", gap closed {row['gap_closed']:.0%}"
     failed = [name for name, passed in row["checks"].items() if not passed]
     verdict = "ok" if row["pass"] else f"MISSED: {'; '.join(failed)}"

@@ -190,5 +190,5 @@ def _actions(applied: Sequence[ActionRecord], proposed: Sequence[ActionRecord]) 
 def _final(loss: float | None, twin: float | None) -> str:
     if loss is None:
         return "not finite"
-    compared = f"  ({(loss / twin - 1) * 100:+.1f} % against the twin)" if twin else ""
+    compared = f"  ({(loss / twin - 1) * 100:+z.1f} % against the twin)" if twin else ""
     return f"{loss:.3f}{compared}"
