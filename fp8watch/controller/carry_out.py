@@ -16,7 +16,9 @@ import msgspec
 from fp8watch.controller.commands import Conclusion
 from fp8watch.detect.base import Sample
 from fp8watch.policy.budgets import Spent
-from fp8watch.policy.state import Decision, InForce, PolicyState
+from fp8watch.policy.events import taken_over
+from fp8watch.policy.schema import Policy
+from fp8watch.policy.state import Decision, PolicyState
 from fp8watch.policy.turn import join
 from fp8watch.policy.view import View
 from fp8watch.records import ActionRecord, Command, CommandResult, RunRecord, Stored
@@ -172,15 +174,19 @@ class ActionLog:
                 return record
         return None
 
-    def restore(self, state: PolicyState, restored: Iterable[Stored], *, is_same_process: bool) -> PolicyState:
+    def restore(
+        self, state: PolicyState, restored: Iterable[Stored], *,
+        policy: Policy, is_same_process: bool, reached: int, seen: int,
+    ) -> PolicyState:  # fmt: skip
         """Take over what was done in this run before: ids, budgets, and what is in force.
 
-        The last only within the same training process: nothing is in force in one that was restarted.
+        The last only within the same training process: nothing is in force in one that was restarted. `reached`: the
+        last step known of, which is number `seen` of those observed.
         """
         spent, number = Spent(), 1
         in_force = []
         restored = tuple(restored)
-        reached = max((record.last_step for record in restored if isinstance(record, RunRecord)), default=0)
+        reached = max([reached, *(record.last_step for record in restored if isinstance(record, RunRecord))])
         for record in restored:
             if not isinstance(record, ActionRecord):
                 continue
@@ -191,15 +197,15 @@ class ActionLog:
             if record.status not in {"applied", "reverted"}:
                 continue
             checkpoint = record.params.get("checkpoint")
-            # Steps are counted from here on, so earlier actions get the distance that the run has covered since.
-            ago = max(0, reached - (record.applied_step or record.decided_step))
-            spent = spent.after(record.action, seen=-ago, time_unix=record.time_unix, checkpoint=checkpoint)
+            # The place of earlier actions among the observed steps is the distance that the run has covered since.
+            then = seen - max(0, reached - (record.applied_step or record.decided_step))
+            spent = spent.after(record.action, seen=then, time_unix=record.time_unix, checkpoint=checkpoint)
             is_in_force = record.action in _REVERTIBLE and record.status == "applied" and record.readback == "ok"
             if is_in_force and is_same_process:
                 in_force.append(
-                    InForce(
-                        action_id=record.id, action=record.action, rule=record.rule, params=record.params,
-                        layers=tuple(record.params.get("layers", ())),
+                    taken_over(
+                        policy, action_id=record.id, action=record.action, rule=record.rule, params=record.params,
+                        applied_seen=then, seen=seen,
                     )
                 )  # fmt: skip
         return replace(state, spent=spent, next_number=number, in_force=tuple(in_force))

@@ -387,7 +387,6 @@ class RunPilot:
         for record in restored:
             if isinstance(record, CheckpointRecord):
                 self._ledger.add(record)
-        self._state = self._log.restore(self._state, restored, is_same_process=is_same_process)
         progress = restore_detectors(
             self.progress(), restored, hello, is_same_process=is_same_process,
             pipeline=self._pipeline, merger=self._merger, history=self._history,
@@ -395,3 +394,7 @@ class RunPilot:
         self.step, self.seen = progress.step, progress.seen
         self._quiet_until_seen, self._prefix = progress.quiet_until_seen, progress.prefix
         self._evidence = dict(progress.evidence)
+        self._state = self._log.restore(
+            self._state, restored, policy=self.policy, is_same_process=is_same_process,
+            reached=self.step, seen=self.seen,
+        )  # fmt: skip

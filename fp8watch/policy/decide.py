@@ -103,7 +103,11 @@ class _Turn(Turn):
         keeps = (following is not None and following.action in BUILDS_ON) or not (
             rung is None or rung.undo_without_effect
         )
-        if held is not None and not keeps and self.is_busy:  # another command is on its way: undo it after that
+        if held is not None and not keeps and (wrong := why_lr_is_kept(held, self.view)) is not None:
+            # The jumped rate on top of the trouble would be worse. Returned as any other, when the schedule is back.
+            until = self.view.seen if held.until_seen is None else held.until_seen
+            self._defer(replace(held, until_seen=until, had_no_effect=True), f"without effect, but {wrong}")
+        elif held is not None and not keeps and self.is_busy:  # another command is on its way: undo it after that
             self.state = replace(self.state, leftovers=(*self.state.leftovers, held))
         elif held is not None and not keeps:
             self._revert(held, held.layers, "no effect")
@@ -178,14 +182,15 @@ class _Turn(Turn):
             if held.until_seen is None or self.view.seen < held.until_seen or held.is_undoing:
                 continue
             if (why := why_lr_is_kept(held, self.view)) is not None:
-                self._defer(held, why)
+                self._defer(held, f"the hold is over, but {why}")
                 continue
             layers = held.layers[-1:] if held.action == "bf16_layers" else held.layers
-            self._revert(held, layers, "trial return: the hold is over", is_trial=True)
+            why = "no effect, and the schedule is back" if held.had_no_effect else "trial return: the hold is over"
+            self._revert(held, layers, why, is_trial=not held.had_no_effect)
             return
 
     def _defer(self, held: InForce, why: str) -> None:
-        """Write down, once, why a hold that is over is kept."""
+        """Write down, once, why an action is kept that would be undone."""
         if held.is_deferred:
             return
         self.decisions.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,30 @@ def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> P
     # What was given back is in force again: its return is no news any more.
     returned = tuple(item for item in state.returned if not _is_again(item.held, held))
     return replace(state, in_force=(*state.in_force, held), returned=returned)
+
+
+def taken_over(
+    policy: Policy, *, action_id: str, action: str, rule: str, params: Mapping[str, Any], applied_seen: int, seen: int
+) -> InForce:
+    """An action that was in force when this controller began, with what is left of its hold.
+
+    `applied_seen`: when it was applied, in observed steps, of which `seen` is now. How often a hold had grown is not
+    known any more.
+    """
+    ladder = next((item.ladder for item in policy.rules if item.name == rule), ())
+    index, rung = next(((at, item) for at, item in enumerate(ladder) if item.action == action), (0, None))
+    held = InForce(
+        action_id=action_id, action=action, rule=rule, params=params, layers=tuple(params.get("layers", ())),
+        since_seen=applied_seen,
+    )  # fmt: skip
+    if rung is None:
+        return held
+    hold = None if rung.hold_steps is None else max(rung.settle_steps, rung.hold_steps)
+    return replace(
+        held, rung=index, settle_steps=rung.settle_steps, hold_growth=rung.hold_growth,
+        until_seen=None if hold is None else max(seen, applied_seen + hold),
+        undo_above_clip_rate=rung.undo_above_clip_rate if isinstance(rung, TightenClip) else None,
+    )  # fmt: skip
 
 
 def _is_again(earlier: InForce, held: InForce) -> bool:

@@ -11,12 +11,12 @@ JUMP = 1.25
 
 
 def why_lr_is_kept(held: InForce, view: View) -> str | None:
-    """Why a hold stays in force although its time is over: the schedule would jump again. None: it need not stay."""
+    """Why a held level is not let go: the schedule is above it. None: it is not, or it is not observed."""
     level = held.params.get("to_lr") if held.action == "hold_lr" else None
     scheduled = view.scheduled_lr()
     if level is None or scheduled is None or scheduled <= level * JUMP:
         return None
-    return f"the hold is over, but the schedule asks for {scheduled:.3g}: held at {level:.3g} until it is back"
+    return f"the schedule asks for {scheduled:.3g}: held at {level:.3g} until it is back"
 
 
 def returned_level(state: PolicyState, view: View) -> float | None:

@@ -72,6 +72,8 @@ class InForce:
     """Whether it is being undone because its hold is over, and not for lack of effect."""
     is_deferred: bool = False
     """Whether it was written down that its return has to wait for the schedule."""
+    had_no_effect: bool = False
+    """Whether it waits for the schedule only, to be undone for lack of effect."""
     undoing_layers: tuple[str, ...] = ()
 
 

@@ -167,3 +167,34 @@ def test_what_was_undone_for_lack_of_effect_was_not_given_back() -> None:
     assert ("revert", "hold_lr") in kinds(made)
     again = run.go([trouble(incident="i2", onset_step=run.step, first_step=run.step)], steps=2)
     assert ("apply", "hold_lr") not in kinds(again)
+
+
+NEXT = ladder("action: hold_lr, settle_steps: 4{HOLD}", "action: tighten_clip, max_norm: 1.0, settle_steps: 4")
+
+
+@pytest.mark.parametrize("hold", ["", ", hold_steps: 10"])
+def test_a_level_without_effect_is_kept_while_its_schedule_is_wrong_and_the_ladder_goes_on(hold: str) -> None:
+    """To let it go would put the jumped rate in force on top of the trouble that it has not mended."""
+    run = held_after_a_jump(NEXT.replace("{HOLD}", hold))
+    wrong = {"learning_rates": rates(run, 0.3, held=1e-3)}
+    made = run.go([trouble()], steps=8, **wrong)
+    assert kinds(made) == [("verdict", "hold_lr"), ("apply", "tighten_clip")]
+    assert "the schedule asks for 0.3: held at 0.001 until it is back" in reasons(made)[-1]
+    made = run.go(steps=100, **wrong)
+    assert ("revert", "hold_lr") not in kinds(made)
+    assert kinds(run.go(steps=3, learning_rates=rates(run, 1e-3, held=1e-3))) == [("revert", "hold_lr")]
+
+
+def test_a_level_without_effect_is_undone_where_its_schedule_is_back() -> None:
+    run = held_after_a_jump(NEXT.replace("{HOLD}", ""))
+    made = run.go([trouble()], steps=8, learning_rates=rates(run, 1e-3, held=1e-3))
+    assert kinds(made) == [("verdict", "hold_lr"), ("revert", "hold_lr"), ("apply", "tighten_clip")]
+
+
+def test_a_level_that_another_command_keeps_from_being_undone_is_kept_too_while_its_schedule_is_wrong() -> None:
+    run = held_after_a_jump(NEXT.replace("{HOLD}", ""))
+    wrong = {"learning_rates": rates(run, 0.3, held=1e-3)}
+    made = run.go([trouble()], steps=6, is_busy=True, **wrong)
+    made += run.go([trouble()], steps=6, **wrong)
+    assert ("verdict", "hold_lr") in kinds(made)
+    assert ("revert", "hold_lr") not in kinds(made)

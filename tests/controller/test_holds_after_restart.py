@@ -1,0 +1,97 @@
+"""What is in force in the ranks while the controller is restarted is given back as if it had not been."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from controller_sim import Box
+from test_automatic_policy import JumpingLr
+
+from fp8watch.controller.carry_out import ActionLog
+from fp8watch.controller.service import RunController
+from fp8watch.policy.budgets import refusal
+from fp8watch.policy.load import parse
+from fp8watch.policy.schema import Policy
+from fp8watch.policy.state import InForce, PolicyState
+from fp8watch.records import ActionRecord
+
+POLICY = """
+version: 1
+mode: auto
+rules:
+  - name: scales
+    when: {detector: scale_frozen}
+    ladder:
+      - {action: repair_scale}
+      - {action: bf16_layers, settle_steps: 20, hold_steps: 400, hold_growth: 4}
+  - name: bursts
+    when: {detector: grad_spike}
+    ladder:
+      - {action: tighten_clip, times_median: 1.5, undo_above_clip_rate: 0.05}
+"""
+
+
+def restart(box: Box) -> None:
+    """Another controller on the same store, for the same training process."""
+    box.controller = RunController(box.store, clock=lambda: box.now, make_pipeline=lambda run: box.pipeline)
+    box._hello()
+
+
+@pytest.mark.parametrize(("end", "at"), [(240, 400), (900, 700)])
+def test_a_learning_rate_held_over_a_restart_of_the_controller_is_given_back(end: int, at: int) -> None:
+    """Its hold of 300 steps began at 200. Long after it, and within it, only a schedule that is back ends it."""
+    scene = JumpingLr(end=end)
+    scene.box.run(at)
+    restart(scene.box)
+    scene.box.run(1200)
+    commanded = [(verb, action) for _, verb, action in scene.box.commanded()]
+    assert commanded == [("apply", "hold_lr"), ("apply", "rollback"), ("revert", "hold_lr")]
+    assert scene.damage == 0.0
+    returned = scene.box.commanded()[-1][0]
+    assert returned == (pytest.approx(900, abs=3) if end == 900 else pytest.approx(500, abs=60))
+
+
+def record(action: str, rule: str, step: int, **fields: Any) -> ActionRecord:
+    values: dict[str, Any] = {
+        "id": f"r-1.{step:04d}", "run": "r", "attempt": 0, "action": action, "params": {"layers": ["a", "b"]},
+        "rule": rule, "finding": "f", "decided_step": step, "applied_step": step, "status": "applied",
+        "readback": "ok",
+    }  # fmt: skip
+    return ActionRecord(**values | fields)
+
+
+def taken_over(policy: Policy, known: ActionRecord, *, reached: int, seen: int) -> PolicyState:
+    log = ActionLog("r", lambda: 0.0)
+    return log.restore(PolicyState(), [known], policy=policy, is_same_process=True, reached=reached, seen=seen)
+
+
+def held(known: ActionRecord, *, reached: int = 300, seen: int = 1000) -> InForce:
+    (found,) = taken_over(parse(POLICY), known, reached=reached, seen=seen).in_force
+    return found
+
+
+def test_the_rest_of_a_hold_is_what_is_left_of_it() -> None:
+    found = held(record("bf16_layers", "scales", 100))
+    assert (found.until_seen, found.since_seen) == (1000 - 200 + 400, 800)
+    assert (found.rung, found.settle_steps, found.hold_growth, found.layers) == (1, 20, 4, ("a", "b"))
+    assert held(record("bf16_layers", "scales", 100), reached=5000).until_seen == 1000, "over: at once"
+
+
+def test_what_the_policy_keeps_for_good_is_kept_and_a_stall_is_still_ended() -> None:
+    found = held(record("tighten_clip", "bursts", 100))
+    assert (found.until_seen, found.undo_above_clip_rate) == (None, 0.05)
+
+
+def test_what_no_rung_of_the_policy_has_taken_is_kept() -> None:
+    assert held(record("hold_lr", "gone", 100)).until_seen is None
+    assert held(record("hold_lr", "bursts", 100)).until_seen is None
+
+
+def test_budgets_count_on_where_the_detectors_do() -> None:
+    """`seen` goes on from the stored state: what was done shortly before is not long ago."""
+    policy = parse(POLICY.replace("rules:", "budgets: {actions_per_1000_steps: 1}\nrules:", 1))
+    recent = taken_over(policy, record("hold_lr", "x", 5990), reached=6000, seen=6000)
+    assert refusal(policy.budgets, recent.spent, "hold_lr", seen=6001, time_unix=0.0) is not None
+    old = taken_over(policy, record("hold_lr", "x", 4000), reached=6000, seen=6000)
+    assert refusal(policy.budgets, old.spent, "hold_lr", seen=6001, time_unix=0.0) is None
