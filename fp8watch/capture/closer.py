@@ -146,6 +146,13 @@ class CloserLook:
                 self._look(None if is_what_if else sorted(asked))
         self._arm(is_due=self.governor.due("shadow", step) and step > 1)
 
+    def begin_plainly(self) -> None:
+        """Start a step in which nothing is sampled: what remains when `begin` fails, or is not called any more. Else
+        the source would go on with the step before, and could not be read. Raises what the source raises."""
+        self._is_sampled = self._is_telling = False
+        if self._source is not None:
+            self._source.begin(with_statistics=False)
+
     def _look(self, modules: list[str] | None) -> None:
         if isinstance(self._source, LooksCloser) and self._source.look_closer(modules):
             return

@@ -152,7 +152,7 @@ class EmulatedSource:
 
     def read(self) -> Reading | None:
         """This step's numbers. A layer in BF16 has a measured amax but no valid scale, because none was used."""
-        if self._step.is_mixed(self):
+        if not self._step.is_begun:
             return None
         if not any(self._has_run):
             return None

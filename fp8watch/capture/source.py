@@ -115,8 +115,8 @@ class Source(Protocol):
     def read(self) -> Reading | None:
         """This step's numbers; None when no FP8 module ran.
 
-        Without a `begin` since the last reading it would be the largest amax of several steps: then None too, and the
-        next step begins (`OneStep`).
+        Without a `begin` since the last reading it would be the largest amax of several steps: then None too
+        (`OneStep`).
         """
 
     def detach(self) -> None:
@@ -126,28 +126,16 @@ class Source(Protocol):
 class OneStep:
     """Whether what a source has observed is of one step: that ends with a reading, and the next one has to begin.
 
-    After failures of anything that is done at the beginning of a step, sources are still read but not begun.
+    A source that could not begin is still read: it hands out nothing then, because its numbers are those of two steps.
     """
 
     def __init__(self) -> None:
-        self._is_begun = True
-        self._can_begin = True
+        self.is_begun = True
 
     def begin(self) -> None:
         """The source has forgotten the step before."""
-        self._is_begun = True
+        self.is_begun = True
 
     def end(self) -> None:
         """The source has made a reading."""
-        self._is_begun = False
-
-    def is_mixed(self, source: Source) -> bool:
-        """Whether the source has not begun since its last reading. It does so now, to have one of the next step."""
-        if self._is_begun:
-            return False
-        if self._can_begin:
-            try:
-                source.begin(with_statistics=False)
-            except Exception:  # counted and said where sources are begun
-                self._can_begin = False
-        return True
+        self.is_begun = False

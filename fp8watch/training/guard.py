@@ -46,6 +46,10 @@ class Guard:
             self._in_a_row.pop(part, None)
         return result
 
+    def is_failing(self, part: str) -> bool:
+        """Whether the last call of a part failed, or it is not called any more."""
+        return part in self._in_a_row
+
     def off(self) -> list[tuple[str, str]]:
         """Parts that are not called any more, and why: what the layout says of them."""
         text = "off for the rest of this run after {} failures in a row ({})"

@@ -206,6 +206,8 @@ class Recorder:
     def begin(self, step: int) -> None:
         """A new step starts."""
         self._guard.call(self._begin_part, self.closer.begin, step)
+        if self._guard.is_failing(self._begin_part):  # a step that has begun can be read all the same
+            self._guard.call(f"{self._begin_part} without samples", self.closer.begin_plainly)
 
     def give(self, values: Mapping[str, Any]) -> None:
         """What only the loop knows of the step; see `StepScalars.give`."""

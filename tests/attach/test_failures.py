@@ -14,6 +14,7 @@ from watched_training import START, RecordingChannel, Trainer
 
 import fp8watch
 from fp8watch.actions.lr_rules import Hold
+from fp8watch.capture.emulated import EmulatedSource
 from fp8watch.checkpoints import Checkpoints
 from fp8watch.records import LedgerUpdate, StepFrame
 from fp8watch.training.guard import FAILURES_TO_DISABLE, Guard
@@ -75,7 +76,8 @@ def test_no_exception_of_ours_reaches_training(trainer, channel, monkeypatch, ca
     assert called
     assert len(called) <= 2 * FAILURES_TO_DISABLE
     assert sum(watch.failures.values()) >= 1
-    assert caplog.text.count("failed; training is not affected") == 1
+    parts = 2 if part.endswith("EmulatedSource.begin") else 1  # it is tried without samples too
+    assert caplog.text.count("failed; training is not affected") == parts
     watch.detach()
     assert trainer.steps(watch, 1)
 
@@ -203,3 +205,49 @@ def test_a_loss_is_let_go_even_when_its_step_cannot_be_sent(trainer, channel, mo
         del hidden, loss
         assert kept() is None
     assert "ring" in watch._guard.disabled
+
+
+def observed_steps(channel) -> list[bool]:
+    return [bool(frame.columns) for frame in channel().of(StepFrame)]
+
+
+@pytest.mark.parametrize(
+    "part", ["capture.governor.Governor.next_due", "capture.closer.CloserLook._look", "capture.closer.CloserLook._arm"]
+)
+def test_a_closer_look_that_cannot_begin_costs_no_step_its_numbers(trainer, channel, monkeypatch, part):
+    watch = fp8watch.attach(trainer.model, trainer.optimizer)
+    trainer.steps(watch, 2)
+
+    def fail(*_, **__):
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(f"fp8watch.{part}", fail)
+    for _ in range(12):
+        watch.look_closer(["0"])
+        trainer.steps(watch, 1)
+    watch.detach()
+    assert observed_steps(channel) == [True] * 14
+    assert watch.failures["emulation begin"] == FAILURES_TO_DISABLE
+    assert any(text.startswith("emulation begin: off") for text in watch.not_observable)
+
+
+@pytest.mark.parametrize(("calls", "lost"), [(1, 0), (4, 2), (5, 2), (10**9, 11)])
+def test_a_source_that_cannot_begin_for_a_while_is_read_again_or_said_to_be_off(
+    trainer, channel, monkeypatch, calls, lost
+):
+    watch = fp8watch.attach(trainer.model, trainer.optimizer)
+    trainer.steps(watch, 2)
+    own, failed = EmulatedSource.begin, []
+
+    def begin(self, *, with_statistics):
+        if len(failed) < calls:
+            failed.append(1)
+            raise RuntimeError("odd")
+        own(self, with_statistics=with_statistics)
+
+    monkeypatch.setattr(EmulatedSource, "begin", begin)
+    trainer.steps(watch, 12)
+    watch.detach()
+    assert observed_steps(channel) == [True] * 3 + [False] * lost + [True] * (11 - lost)
+    off = [text.partition(":")[0] for text in watch.not_observable if ": off" in text]
+    assert off == {5: ["emulation begin"], 10**9: ["emulation begin", "emulation begin without samples"]}.get(calls, [])

@@ -128,9 +128,8 @@ def test_amax_never_runs_on_while_transformer_engine_is_not_begun(watched):
     source, run = watched
     source.begin(with_statistics=True)
     seen = [run(amax) for amax in (8.0, 4.0, 2.0, 1.0)]
-    assert [None if r is None else r.values["amax"].max().item() for r in seen] == [8.0, None, 2.0, None]
+    assert [None if r is None else r.values["amax"].max().item() for r in seen] == [8.0, None, None, None]
     assert "quantized" in seen[0].values
-    assert "quantized" not in seen[2].values
     source.begin(with_statistics=True)
     assert run(0.5).values["amax"].max() == 0.5
 
@@ -145,7 +144,7 @@ def test_amax_never_runs_on_while_an_emulated_model_is_not_begun():
             step(net, torch.full((2, 16), factor))
             reading = source.read()
             seen.append(None if reading is None else reading.values["amax"][0].item())
-        assert seen == [100.0, None, 1.0]
+        assert seen == [100.0, None, None]
     finally:
         source.detach()
 
@@ -164,26 +163,6 @@ def test_amax_never_runs_on_while_a_torchao_model_is_not_begun():
             model(batch(0, factor)).sum().backward()
             reading = source.read()
             seen.append(None if reading is None else reading.values["amax"][0].item())
-        largest = batch(0).abs().max().item()
-        assert seen == [pytest.approx(100 * largest, rel=0.01), None, pytest.approx(largest, rel=0.01)]
-    finally:
-        source.detach()
-
-
-def test_a_source_that_cannot_begin_is_not_asked_again_and_again(monkeypatch):
-    net, asked = make(), []
-    source = EmulatedSource(net)
-    try:
-        step(net, torch.full((2, 16), 100.0))
-        assert source.read() is not None
-        with monkeypatch.context() as patch:
-            patch.setattr(EmulatedSource, "begin", lambda *_, **__: (asked.append(1), fail()))
-            for _ in range(3):
-                step(net, torch.full((2, 16), 1.0))
-                assert source.read() is None
-        assert len(asked) == 1
-        source.begin(with_statistics=False)
-        step(net, torch.full((2, 16), 1.0))
-        assert source.read().values["amax"][0] == 1.0
+        assert seen == [pytest.approx(100 * batch(0).abs().max().item(), rel=0.01), None, None]
     finally:
         source.detach()

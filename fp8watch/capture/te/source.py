@@ -137,7 +137,7 @@ class TeSource:
 
     def read(self) -> Reading | None:
         """The numbers of both parts; a part that did not run counts as not observed."""
-        if self._step.is_mixed(self):
+        if not self._step.is_begun:
             return None
         reading = self._delayed.read() if self._stateless is None else self._read(self._stateless)
         if reading is not None:

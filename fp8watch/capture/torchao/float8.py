@@ -154,7 +154,7 @@ class TorchaoSource:
 
     def read(self) -> Reading | None:
         """This step's numbers; None if no layer ran, or only compiled ones that are not known yet."""
-        if self._step.is_mixed(self):
+        if not self._step.is_begun:
             return None
         self._num_reads += 1
         noted = self._notes.gather() if self._may_be_compiled() else None
