@@ -140,10 +140,20 @@ class Boundary:
             self._run(step)
         except MustStop as error:
             self._agreement.abandon(str(error))
+            if error.command is not None:
+                self._dequeue(error.command)
+                self._answer(error.command, step, "unknown", str(error))
             self._on_stop(str(error))
         except Exception as error:
             self._agreement.abandon(f"{type(error).__name__}: {error}")
             raise
+
+    def leave(self, step: int) -> None:
+        """Answer what still waits: this rank runs no boundary after `step` updates."""
+        waiting, self._waiting = self._waiting, []
+        for command in waiting:
+            if (command.id, command.verb) not in self._answers:  # else it has ended this rank
+                self._answer(command, step, "unavailable", "the run has ended here before it was begun")
 
     def _run(self, step: int) -> None:
         self._refuse_other_starts(step)

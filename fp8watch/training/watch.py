@@ -233,6 +233,7 @@ class Watch:
         self._is_detached = True
         if os.getpid() == self._pid:
             self._guard.call("detach", self._session.agreement.leave, self._session.step)
+            self._guard.call("detach", self._boundary.leave, self._session.step)
             self._guard.call("checkpoints", self._session.finish_saving)
             self._guard.call("detach", self._send_last, reason)
         self._guard.call("detach", self._session.detach)

@@ -214,6 +214,7 @@ class Rank:
         self.state: dict[str, Any] = {"updates": 0, "knob": 0, "other": 0, "a": 0, "b": 0}
         self.finished: dict[int, dict[str, Any]] = {}
         self.results: list[CommandResult] = []
+        self.received: list[str] = []
         self.stopped: str | None = None
         self.is_dead = self.is_over = self.is_blocked = self.is_out_of_time = False
         self.error: BaseException | None = None
@@ -275,12 +276,14 @@ class Rank:
                 is_skipped = plan.asks and agreement.any_bad((self.number, step) in plan.bad, may_act=True)
             except MustStop as error:
                 self._stop(str(error))
+                boundary.leave(step)
                 return
             self.state["updates"] += not is_skipped
             self.finished[step] = dict(self.state)
             for index, command in enumerate(plan.commands):
                 if plan.arrivals.get((self.number, index), 1) == step:
                     self.asking = index
+                    self.received.append(command.id)
                     boundary.receive(command)
             try:
                 boundary.run(step)
@@ -290,6 +293,7 @@ class Rank:
                 last = step  # the watch detaches before the process ends
                 break
         agreement.leave(last)
+        boundary.leave(last)
         agreement.close()
 
     def _aside(self, work: Callable[[], None]) -> Callable[[float], None]:
@@ -344,6 +348,11 @@ class Simulation:
             if rank.error is not None:
                 raise rank.error
         return self
+
+    def unanswered(self) -> dict[int, set[str]]:
+        """Commands that a rank has received and not answered, for ranks that were not killed."""
+        found = {r.number: set(r.received) - {result.id for result in r.results} for r in self.ranks if not r.is_dead}
+        return {number: ids for number, ids in found.items() if ids}
 
     def disagreements(self) -> list[tuple[int, dict[int, dict[str, Any]]]]:
         """Steps that ranks finished in different states."""

@@ -246,6 +246,23 @@ def test_unequal_ends_hold_nobody_up(asks, has_command, seed):
         assert [rank.state["updates"] for rank in sim.ranks] == [9, 7, 9]
 
 
+def test_a_command_whose_vote_is_lost_is_answered_at_once():
+    """Rank 1 is killed at each of many lines. The controller is not left to wait for those that voted with it."""
+    lost = set()
+    for line in range(150, 420, 3):
+        sim = Simulation(Plan(ranks=3, seed=line, steps=6, commands=[knob(0)], kills={1: line})).run()
+        assert not sim.unanswered(), line
+        lost |= {(r.status, r.detail.partition(":")[0]) for rank in sim.ranks for r in rank.results}
+    assert ("unknown", "all ranks may have begun hold_lr, and this one got no result of the vote") in lost
+
+
+def test_what_still_waits_when_a_rank_leaves_is_answered():
+    sim = Simulation(Plan(commands=[knob(0)], arrivals={(1, 0): 99, (2, 0): 99})).run()
+    assert not sim.unanswered()
+    (answer,) = sim.ranks[0].results
+    assert (answer.status, answer.detail) == ("unavailable", "the run has ended here before it was begun")
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     ranks = draw(st.integers(2, 4))
@@ -284,6 +301,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_no_two_ranks_finish_a_step_in_different_states(plan):
     sim = Simulation(plan).run()
     assert not sim.disagreements()
+    assert not sim.unanswered()
     if not plan.kills:
         assert sim.num_timeouts == 0
 

@@ -211,7 +211,7 @@ class AllRanks:
         self._end(reason)
         if command is not None:
             raise MustStop(
-                f"all ranks may have begun {command.action}, and this one got no result of the vote: {reason}"
+                f"all ranks may have begun {command.action}, and this one got no result of the vote: {reason}", command
             )
 
     def _lost_verdict(self, reason: str) -> None:

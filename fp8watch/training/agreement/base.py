@@ -97,6 +97,11 @@ class Agreement(Protocol):
 class MustStop(Exception):
     """Other ranks may have carried out a command that this one has not: no further optimizer step may be made."""
 
+    def __init__(self, reason: str, command: Command | None = None) -> None:
+        """`command`: the one in question, if it is still to be answered."""
+        super().__init__(reason)
+        self.command = command
+
 
 class SingleProcess:
     """The agreement of a run with one process: every command is decided at once."""
