@@ -60,6 +60,10 @@ class ActionError(Fp8watchError):
     """An action cannot be carried out, for the reason given; nothing has been changed."""
 
 
+class PartlyChanged(Fp8watchError):
+    """An action has failed, and part of what it had changed could not be taken back; the message says which."""
+
+
 class MissingDependency(Fp8watchError, ImportError):
     """An optional package is needed and missing."""
 

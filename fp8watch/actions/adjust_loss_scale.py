@@ -9,6 +9,7 @@ import torch
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.undo import Undo, all_or_nothing
 from fp8watch.errors import ActionError
 
 
@@ -29,7 +30,8 @@ class AdjustLossScale:
             return f"{type(scaler).__name__} is no GradScaler"
         return None
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
         scaler = self._scaler()
         before = float(scaler.get_scale())
@@ -39,6 +41,8 @@ class AdjustLossScale:
             scale = before * read.number(params, "factor", above=0.0)
         if not 2.0**-100 < scale < 2.0**100:
             raise ActionError(f"a loss scale of {scale:g} is out of float32's useful range")
+        held = self._held(scaler)
+        undo.add("the loss scale", lambda: held.fill_(before))
         self._set(scaler, scale)
         return Applied(step=step, params=params, before={"loss_scale": before}, expected={"loss_scale": scale})
 
@@ -66,11 +70,16 @@ class AdjustLossScale:
             raise ActionError(reason)
         return self._context.scaler
 
+    @classmethod
+    def _set(cls, scaler: Any, scale: float) -> None:
+        cls._held(scaler).fill_(scale)
+
     @staticmethod
-    def _set(scaler: Any, scale: float) -> None:
+    def _held(scaler: Any) -> torch.Tensor:
+        """The scaler's own tensor, changed in place."""
         # Not `scaler.update(scale)`, which forgets which optimizers have been stepped: if the loop calls `watch.step`
         # between `scaler.step` and `scaler.update`, its own update would raise.
         held = getattr(scaler, "_scale", None)
         if not isinstance(held, torch.Tensor):
             raise ActionError("the scaler has not been used yet: it has no scale to change")
-        held.fill_(scale)
+        return held

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fp8watch.actions.undo import Undo
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack:
@@ -30,6 +32,8 @@ class Applied:
     before: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, Any] = field(default_factory=dict)
     steps_replayed: int = 0
+    undo: Undo | None = field(default=None, repr=False, compare=False)
+    """Takes it back exactly, until its boundary is over; None: only `revert` does."""
 
 
 class Action(Protocol):
@@ -40,8 +44,9 @@ class Action(Protocol):
     def unavailable(self) -> str | None:
         """Why the action cannot be done in this run, or None if it can. Asked at attach."""
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
-        """Do it. Raises `ActionError`, and then nothing has been changed."""
+    def apply(self, step: int, params: dict[str, Any], /) -> Applied:
+        """Do it. Raises `ActionError`, and then nothing has been changed, or `PartlyChanged`. See
+        `fp8watch.actions.undo.all_or_nothing`."""
 
     def read_back(self, applied: Applied) -> ReadBack:
         """Whether the change is in force."""

@@ -7,6 +7,7 @@ from typing import Any
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied
 from fp8watch.actions.precision import HighPrecision
+from fp8watch.actions.undo import Undo, all_or_nothing
 
 
 class Bf16Layers(HighPrecision):
@@ -14,6 +15,7 @@ class Bf16Layers(HighPrecision):
 
     name = "bf16_layers"
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
-        return self._hold(step, params, read.names(params, "layers", self._modules(), self._context.elsewhere))
+        return self._hold(step, params, read.names(params, "layers", self._modules(), self._context.elsewhere), undo)

@@ -11,6 +11,7 @@ from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
 from fp8watch.actions.in_force import InForce
+from fp8watch.actions.undo import Undo, all_or_nothing
 from fp8watch.checkpoints import manifest
 from fp8watch.checkpoints.aside import later
 from fp8watch.checkpoints.files import verify
@@ -54,9 +55,12 @@ class CheckpointNow(_CheckpointAction):
         is_busy = any(not check.done() for check in self._checks.values()) or bool(manager and manager.pending)
         return sys.maxsize if is_busy else PATIENCE
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`. Raises `CheckpointError` when the save fails."""
-        record = self._manager().save(step, reason="asked for by an action")
+        manager = self._manager()
+        record = manager.save(step, reason="asked for by an action")
+        undo.add(f"{record.checkpoint}, which is being saved", lambda: manager.withdraw(record.checkpoint))
         return Applied(step=step, params=params, expected={"checkpoint": record.checkpoint, "path": record.path})
 
     def read_back(self, applied: Applied) -> ReadBack:
@@ -119,13 +123,16 @@ class CheckpointCadence(_CheckpointAction):
         self._cadences: InForce[int | None] = InForce()
         self._users_own: int | None = None
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
         every = read.whole(params, "every", at_least=1)
         manager = self._manager()
         before = manager.every
         if not self._cadences:
             self._users_own = before
+        undo.add("the cadence of checkpoints", lambda: manager.set_every(before))
+        undo.add("the cadences in force", self._cadences.restorer())
         number = self._cadences.add(every)
         manager.set_every(every)
         return Applied(step=step, params=params, before={"every": before}, expected={"every": every, "number": number})

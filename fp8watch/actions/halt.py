@@ -6,6 +6,7 @@ from typing import Any
 
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.undo import Undo, all_or_nothing
 
 
 class Halt:
@@ -20,9 +21,12 @@ class Halt:
         """None: always available."""
         return None
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
         reason = str(params.get("reason") or "asked for by the policy")
+        before = self._context.halt_reason
+        undo.add("the pending halt", lambda: setattr(self._context, "halt_reason", before))
         self._context.halt_reason = reason
         return Applied(step=step, params=params, expected={"reason": reason})
 

@@ -8,6 +8,7 @@ from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied
 from fp8watch.actions.lr_actions import LrAction
 from fp8watch.actions.lr_rules import Hold
+from fp8watch.actions.undo import Undo, all_or_nothing
 from fp8watch.errors import ActionError
 
 
@@ -22,7 +23,8 @@ class HoldLr(LrAction):
 
     name = "hold_lr"
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
         if params.get("factor") is None and params.get("to_lr") is None:
             raise ActionError("hold_lr needs factor or to_lr")
@@ -41,7 +43,7 @@ class HoldLr(LrAction):
             ceilings=ceilings,
             restore_steps=read.whole(given, "restore_steps", 0),
         )
-        return self._add_rule(step, params, rule, replaces=False, **expected)
+        return self._add_rule(step, params, rule, undo, replaces=False, **expected)
 
     def revert(self, applied: Applied) -> None:
         """Release the LR: over `restore_steps` if given, else at once."""

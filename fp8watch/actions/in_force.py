@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -32,6 +32,11 @@ class InForce(Generic[T]):
         number = next(self._numbers)
         self._values[number] = value
         return number
+
+    def restorer(self) -> Callable[[], None]:
+        """A function that puts back the values of now."""
+        held = dict(self._values)
+        return lambda: setattr(self, "_values", dict(held))
 
     def remove(self, number: int) -> bool:
         """Remove a value by its number. False: it was not there."""

@@ -16,6 +16,7 @@ from fp8watch.actions.lr_actions import LrAction
 from fp8watch.actions.lr_curve import LrCurve
 from fp8watch.actions.lr_rules import Stretch
 from fp8watch.actions.lr_seen import SeenCurve, SeenStretch
+from fp8watch.actions.undo import Undo, all_or_nothing
 from fp8watch.errors import ActionError
 
 MAX_STEPS = 1_000_000
@@ -61,7 +62,8 @@ class LengthenWarmup(LrAction):
             return f"the warm-up ended at step {end}; rewarm or hold_lr instead"
         return None
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
         stretch = read.number(params, "stretch", 2.0, above=1.0, at_most=1000.0)
         if reason := self.unavailable():
@@ -70,12 +72,13 @@ class LengthenWarmup(LrAction):
         assert start is not None
         if self._seen is not None:
             rule = SeenStretch(self._seen, start=start, stretch=stretch)
-            return self._add_rule(step, params, rule, replaces=True, start=start)
+            return self._add_rule(step, params, rule, undo, replaces=True, start=start)
         factors = self._factors(start, stretch)
         return self._add_rule(
             step,
             params,
             Stretch(start=start, factors=factors),
+            undo,
             replaces=True,
             start=start,
             meets_at=start + len(factors),

@@ -9,6 +9,7 @@ from typing import Any
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
 from fp8watch.actions.lr_rules import LrRule
+from fp8watch.actions.undo import Undo
 from fp8watch.errors import ActionError
 
 _keys = itertools.count(1)
@@ -27,14 +28,17 @@ class LrAction:
         """See `Action`."""
         return self._control.unavailable()
 
-    def _add_rule(self, step: int, params: dict[str, Any], rule: LrRule, *, replaces: bool, **expected: Any) -> Applied:
+    def _add_rule(
+        self, step: int, params: dict[str, Any], rule: LrRule, undo: Undo, *, replaces: bool, **expected: Any
+    ) -> Applied:
         if reason := self._control.unavailable():
             raise ActionError(reason)
+        scheduled, before = self._control.scheduled_lr(), self._control.rules
+        undo.add("the rules of the learning rate", lambda: self._control.restore(before))
         if replaces:
             for key in [key for key in self._control.rules if key.startswith(f"{self.name}:")]:
                 self._control.remove(key)
         key = f"{self.name}:{next(_keys)}"
-        scheduled = self._control.scheduled_lr()
         self._control.add(key, rule)
         return Applied(
             step=step,

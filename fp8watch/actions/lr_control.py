@@ -6,6 +6,7 @@ see the change. The core calls `enter` right before the real `optimizer.step` an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,6 +72,10 @@ class LrControl:
     def remove(self, key: str) -> LrRule | None:
         """Remove and return a rule."""
         return self._rules.pop(key, None)
+
+    def restore(self, rules: Mapping[str, LrRule]) -> None:
+        """Put these rules in force, in their order, and no others."""
+        self._rules = dict(rules)
 
     def group_weights(self) -> list[float]:
         """Each group's base LR divided by the largest: how an LR ceiling is shared among the groups.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.undo import Undo, whole
 from fp8watch.capture.controls import Fp8Controls
 from fp8watch.errors import ActionError
 
@@ -54,6 +56,12 @@ class Fp8Action:
         assert self._context.controls is not None
         return self._context.controls
 
+    @staticmethod
+    def _keep_scales(controls: Fp8Controls, undo: Undo) -> None:
+        """Have the scales and histories of all modules be put back."""
+        saved = controls.state_dict()
+        undo.add("the FP8 scales", lambda: controls.load_state_dict(saved))
+
     def _has_updated(self, applied: Applied) -> bool:
         """Whether an optimizer update was made since the action. Counts updates, because step numbers go back at a
         rollback."""
@@ -63,16 +71,15 @@ class Fp8Action:
 class HighPrecision(Fp8Action):
     """Base of `bf16_layers` and `bf16_all`. A module stays in BF16 as long as any action holds it."""
 
-    def _hold(self, step: int, params: dict[str, Any], modules: list[str]) -> Applied:
+    def _hold(self, step: int, params: dict[str, Any], modules: list[str], undo: Undo) -> Applied:
         if not modules and self._context.elsewhere:
             return self._nothing_here(step, params)
         controls = self._controls()
         held = {module for modules in self._context.high_precision.values() for module in modules}
-        try:
-            controls.set_high_precision(modules, high_precision=True)
-        except Exception as error:
-            controls.set_high_precision([name for name in modules if name not in held], high_precision=False)
-            raise ActionError(f"not all of the modules can run in BF16, none does: {error}") from error
+        extra_memory_bytes, before = self.extra_memory_bytes(modules), dict(self._context.high_precision)
+        self._keep_scales(controls, undo)
+        self._switch(controls, [name for name in modules if name not in held], undo, high_precision=True)
+        undo.add("which modules are held in BF16", lambda: self._remember(before))
         key = f"{self.name}:{next(_keys)}"
         self._context.high_precision[key] = modules
         return Applied(
@@ -83,9 +90,25 @@ class HighPrecision(Fp8Action):
                 "hold": key,
                 "layers": modules,
                 "after_update": self._context.lr.updates,
-                "extra_memory_bytes": self.extra_memory_bytes(modules),
+                "extra_memory_bytes": extra_memory_bytes,
             },
         )
+
+    @staticmethod
+    def _switch(controls: Fp8Controls, modules: list[str], undo: Undo, *, high_precision: bool) -> None:
+        """Switch modules that run in the other precision now: all of them, or `ActionError`."""
+        format_name = "BF16" if high_precision else "FP8"
+        for name in modules:
+            back = functools.partial(controls.set_high_precision, [name], high_precision=not high_precision)
+            undo.add(f"{name} in {format_name}", back)
+        try:
+            controls.set_high_precision(modules, high_precision=high_precision)
+        except Exception as error:
+            raise ActionError(f"not all of the modules can run in {format_name}, none does: {error}") from error
+
+    def _remember(self, held: dict[str, list[str]]) -> None:
+        self._context.high_precision.clear()
+        self._context.high_precision.update(held)
 
     def extra_memory_bytes(self, modules: list[str]) -> int:
         """Lower bound of the extra memory of BF16: a weight takes 2 bytes per element instead of 1 in FP8.
@@ -127,7 +150,10 @@ class HighPrecision(Fp8Action):
         others = {name for k, names in self._context.high_precision.items() if k != key for name in names}
         back = [name for name in wanted if name not in others]
         if back:
-            self._controls().set_high_precision(back, high_precision=False)
+            with whole(self.name) as undo:
+                controls = self._controls()
+                self._keep_scales(controls, undo)
+                self._switch(controls, back, undo, high_precision=False)
         if rest:
             self._context.high_precision[key] = rest
         else:

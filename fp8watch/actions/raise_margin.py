@@ -11,6 +11,7 @@ from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
 from fp8watch.actions.precision import NOTHING_HERE, Fp8Action, scale_names
+from fp8watch.actions.undo import Undo, all_or_nothing, whole
 from fp8watch.errors import ActionError
 from fp8watch.formats import MAX_MARGIN
 
@@ -36,7 +37,8 @@ class RaiseMargin(Fp8Action):
     def _controls_margin(self) -> float | None:
         return None if self._context.controls is None else self._context.controls.margin()
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
         bits = read.number(params, "bits", 1.0, above=0.0, at_most=8.0)
         if self._is_elsewhere():
@@ -49,6 +51,7 @@ class RaiseMargin(Fp8Action):
             raise ActionError(f"the margin is {before:g}; with {bits:g} more there would be no range left to cast to")
         tensors = scale_names(controls)
         scales = controls.scales(tensors)
+        undo.add("the margin", lambda: controls.set_margin(before))
         controls.set_margin(before + bits)
         return Applied(
             step=step,
@@ -93,8 +96,10 @@ class RaiseMargin(Fp8Action):
         if margin is None:
             raise ActionError("the recipe in use has no margin any more")
         lower = margin - applied.expected["bits"]
+        with whole(self.name) as undo:
+            undo.add("the margin", lambda: controls.set_margin(margin))
+            controls.set_margin(lower)
         self._after_revert[applied.expected["number"]] = lower
-        controls.set_margin(lower)
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
         """Whether the recipe has the lower margin."""

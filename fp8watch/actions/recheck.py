@@ -10,9 +10,10 @@ import torch
 from fp8watch import rng
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
+from fp8watch.actions.undo import Undo, all_or_nothing
 from fp8watch.checkpoints.checksum import sum_bits
 from fp8watch.checkpoints.sharding import is_sharded
-from fp8watch.errors import ActionError
+from fp8watch.errors import ActionError, PartlyChanged
 
 NOTHING = sum_bits([])
 """The checksum of no gradients at all."""
@@ -33,7 +34,8 @@ class Recheck:
         """See `Action`."""
         return None if self._context.forward is not None else "needs forward=: fp8watch cannot call the model itself"
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`. `expected["agree"]` is the verdict."""
         if reason := self.unavailable():
             raise ActionError(reason)
@@ -43,18 +45,23 @@ class Recheck:
         fp8 = copy.deepcopy(controls.state_dict()) if controls is not None else None
         random = rng.snapshot()
         sums: list[tuple[str, str]] = []
+        restores = {
+            "random generators": lambda: rng.restore(random),
+            "FP8 state": lambda: None if fp8 is None else self._restore_fp8(fp8),
+            "buffers": lambda: self._restore_buffers(buffers),
+        }
+        for what, restore in restores.items():
+            undo.add(what, restore)
+        undo.add("gradients", lambda: self._restore_gradients(gradients))
         try:
             for _ in range(2):
-                self._restore(buffers, fp8, random)
+                for restore in reversed(restores.values()):
+                    restore()
                 sums.append(self._run())
-        except Exception as error:  # from the user's `forward`, or out of memory; the state is restored below
+        except Exception as error:  # from the user's `forward`, or out of memory
             raise ActionError(f"the batch could not be run again: {type(error).__name__}: {error}") from error
-        finally:
-            self._restore(buffers, fp8, random)
-            for name, parameter in model.named_parameters():
-                parameter.grad, values = gradients[name]
-                if parameter.grad is not None and values is not None:
-                    parameter.grad.copy_(values)
+        if left := undo.run():
+            raise PartlyChanged(left)
         return Applied(
             step=step,
             params=params,
@@ -75,13 +82,21 @@ class Recheck:
             torch.autograd.backward(loss)
         return sum_bits([loss]), sum_bits(p.grad for p in model.parameters() if p.grad is not None)
 
-    def _restore(self, buffers: dict[str, torch.Tensor], fp8: dict[str, object] | None, random: rng.State) -> None:
+    def _restore_buffers(self, saved: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, buffer in self._context.model.named_buffers():
-                buffer.copy_(buffers[name])
-        if fp8 is not None and self._context.controls is not None:
-            self._context.controls.load_state_dict(copy.deepcopy(fp8))
-        rng.restore(random)
+                if name in saved:  # else the forward has just made it
+                    buffer.copy_(saved[name])
+
+    def _restore_fp8(self, saved: dict[str, object]) -> None:
+        assert self._context.controls is not None
+        self._context.controls.load_state_dict(copy.deepcopy(saved))
+
+    def _restore_gradients(self, saved: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
+        for name, parameter in self._context.model.named_parameters():
+            parameter.grad, values = saved[name]
+            if parameter.grad is not None and values is not None:
+                parameter.grad.copy_(values)
 
     def read_back(self, applied: Applied) -> ReadBack:
         """Whether anything was compared; the verdict is in `observed["agree"]`."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.precision import NOTHING_HERE, TENSORS, Fp8Action, scale_names
+from fp8watch.actions.undo import Undo, all_or_nothing
 from fp8watch.errors import ActionError
 
 NO_CLEAN_AMAX = "no clean amax is known for any of these tensors"
@@ -22,7 +23,8 @@ class RepairScale(Fp8Action):
 
     name = "repair_scale"
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
         if self._is_elsewhere():
             return self._nothing_here(step, params)
@@ -38,6 +40,7 @@ class RepairScale(Fp8Action):
         if not tensors and elsewhere:
             return self._nothing_here(step, params)
         before = controls.scales(tensors)
+        self._keep_scales(controls, undo)
         repaired = controls.repair_scales(tensors)
         if not repaired and not _has_peers():
             raise ActionError(NO_CLEAN_AMAX)

@@ -8,6 +8,7 @@ from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied
 from fp8watch.actions.lr_actions import LrAction
 from fp8watch.actions.lr_rules import Rewarm as RewarmRule
+from fp8watch.actions.undo import Undo, all_or_nothing
 
 
 class Rewarm(LrAction):
@@ -15,9 +16,10 @@ class Rewarm(LrAction):
 
     name = "rewarm"
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`. Replaces a rewarm that is still running."""
         steps = read.whole(params, "steps", 100, at_least=1)
         start_factor = read.number(params, "start_factor", 0.1, at_least=0.0, below=1.0)
         rule = RewarmRule(begin=self._control.updates, steps=steps, start_factor=start_factor)
-        return self._add_rule(step, params, rule, replaces=True, factor=start_factor, steps=steps)
+        return self._add_rule(step, params, rule, undo, replaces=True, factor=start_factor, steps=steps)

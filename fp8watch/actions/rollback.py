@@ -15,10 +15,11 @@ from fp8watch.actions.context import ActionContext
 from fp8watch.actions.first_update import FirstUpdate
 from fp8watch.actions.joint import Answer, Ask
 from fp8watch.actions.lr_rules import LrRule
+from fp8watch.actions.undo import settled, take_back
 from fp8watch.capture.gradients import has_scaler
 from fp8watch.checkpoints.manager import CheckpointManager
 from fp8watch.checkpoints.restore import Loaded, PartlyRestored, RestoreReport, Unfit
-from fp8watch.errors import ActionError, CheckpointError
+from fp8watch.errors import ActionError, CheckpointError, PartlyChanged
 from fp8watch.records import CheckpointRecord
 from fp8watch.vocabulary import MAX_SKIP_BATCHES
 
@@ -107,6 +108,8 @@ class Rollback:
         self._chosen: _Chosen | None = None
         self._first_update: FirstUpdate | None = None
         self._changed: list[tuple[Action, Applied]] = []
+        self._half_changed: list[str] = []
+        """Changes that failed and could not be taken back."""
 
     def unavailable(self) -> str | None:
         """See `Action`. The data position is checked later, when it is needed: the loop may not have begun yet."""
@@ -292,23 +295,23 @@ class Rollback:
 
     def _change_all(self, chosen: _Chosen, step: int) -> list[dict[str, Any]]:
         """Apply the changes for the replay: on every rank or on none."""
-        self._changed = []
+        self._changed, self._half_changed = [], []
         if not chosen.order.changes:
             return []
         found = [self._change(action, step, given) for action, given in chosen.order.changes]
         is_done = all("error" not in change for change in found)
         if chosen.ask(Answer.YES if is_done else Answer.DAMAGED, "changes") is Answer.YES or chosen.is_alone:
+            self._changed = [(action, settled(applied)) for action, applied in self._changed]
             return found
-        kept = [change for change in self._changed if not self._take_back(*change)]
-        self._changed = []
+        kept = [action.name for action, applied in reversed(self._changed) if not self._take_back(action, applied)]
+        kept, self._changed = self._half_changed + kept, []
         if kept:
-            names = ", ".join(action.name for action, _ in kept)
-            raise PartlyRestored(f"{names} failed on another rank and cannot be undone here")
+            raise PartlyRestored(f"{', '.join(kept)}: not done on all ranks, and cannot be undone here")
         return [{"error": "failed on another rank", **change} for change in found]
 
     def _take_back(self, action: Action, applied: Applied) -> bool:
         try:
-            action.revert(applied)
+            take_back(action, applied)
         except Exception as error:
             self._context.note(f"{action.name}, applied with the rollback, cannot be undone: {error}")
             return False
@@ -331,7 +334,10 @@ class Rollback:
             self._changed.append((action, applied))
             return {"action": action.name, "params": applied.params}
         except Exception as error:  # the other ranks wait for the outcome in any case
-            text = str(error) if isinstance(error, ActionError) else f"{type(error).__name__}: {error}"
+            is_foreseen = isinstance(error, ActionError | PartlyChanged)
+            text = str(error) if is_foreseen else f"{type(error).__name__}: {error}"
+            if not isinstance(error, ActionError | CheckpointError):
+                self._half_changed.append(action.name)
             self._context.note(f"{action.name}, to be applied with the rollback, failed: {text}")
             return {"action": action.name, "error": text}
 

@@ -8,6 +8,7 @@ from fp8watch.actions import params as read
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.context import ActionContext
 from fp8watch.actions.in_force import InForce
+from fp8watch.actions.undo import Undo, all_or_nothing
 from fp8watch.errors import ActionError
 
 
@@ -26,7 +27,8 @@ class SkipUpdate:
         """See `Action`."""
         return self._guard.unavailable()
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`."""
         if reason := self.unavailable():
             raise ActionError(reason)
@@ -34,6 +36,10 @@ class SkipUpdate:
             self._policys_own = self._guard.max_in_a_row
         limit = read.whole(params, "max_consecutive", self._guard.max_in_a_row, at_least=1)
         before = {"max_consecutive": self._guard.max_in_a_row, "was_armed": self._guard.is_armed}
+        reasons, most = self._guard.reasons, self._guard.max_in_a_row
+        undo.add("the limit of skipped updates", lambda: setattr(self._guard, "max_in_a_row", most))
+        undo.add("the reasons to skip updates", lambda: self._keep(reasons))
+        undo.add("the limits in force", self._limits.restorer())
         number = self._limits.add(limit)
         self._guard.max_in_a_row = limit
         self._guard.arm(self._reason(number))
@@ -68,6 +74,10 @@ class SkipUpdate:
         is_gone = self._reason(applied.expected["number"]) not in self._guard.reasons
         observed = {"armed": self._guard.is_armed}
         return ReadBack(ok=is_gone, observed=observed, detail="" if is_gone else "the guard is still armed for it")
+
+    def _keep(self, reasons: frozenset[str]) -> None:
+        for reason in self._guard.reasons - reasons:
+            self._guard.disarm(reason)
 
     def _reason(self, number: int) -> str:
         return f"{self.name}:{number}"

@@ -13,6 +13,7 @@ from fp8watch.actions.context import ActionContext
 from fp8watch.actions.in_force import InForce
 from fp8watch.actions.skip_guard import CLOSURE
 from fp8watch.actions.tensor_clip import TensorClip
+from fp8watch.actions.undo import Undo, all_or_nothing
 from fp8watch.checkpoints.sharding import is_sharded
 from fp8watch.errors import ActionError
 
@@ -50,7 +51,8 @@ class TightenClip:
         failure = self._clip.failure
         return None if failure is None else f"clipping before the optimizer step failed: {failure}"
 
-    def apply(self, step: int, params: dict[str, Any]) -> Applied:
+    @all_or_nothing
+    def apply(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         """See `Action`. Raises `ActionError` while a recent norm is not finite, because no limit helps then."""
         if reason := self.unavailable():
             raise ActionError(reason)
@@ -58,7 +60,7 @@ class TightenClip:
         if any(not math.isfinite(norm) for norm in norms[-NON_FINITE_WINDOW:]):
             raise ActionError("the gradient norm is not finite; clipping turns such gradients into 0 or NaN")
         if params.get("per_tensor") is not None:
-            return self._apply_to_tensors(step, params)
+            return self._apply_to_tensors(step, params, undo)
         before = self._clip.limit
         in_force = min((limit for limit in (before, self._clip.user_limit) if limit is not None), default=None)
         limit = self._limit(params, norms, in_force)
@@ -66,6 +68,8 @@ class TightenClip:
             raise ActionError("a limit of 0 stops training; halt instead")
         if in_force is not None and limit >= in_force:
             raise ActionError(f"a limit of {limit:g} is not below the one in force, {in_force:g}")
+        undo.add("the clip limit", self._hold_lowest)
+        undo.add("the limits in force", self._limits.restorer())
         number = self._limits.add(limit)
         self._hold_lowest()
         return Applied(
@@ -85,7 +89,7 @@ class TightenClip:
         else:
             self._skip.disarm(self.name)
 
-    def _apply_to_tensors(self, step: int, params: dict[str, Any]) -> Applied:
+    def _apply_to_tensors(self, step: int, params: dict[str, Any], undo: Undo) -> Applied:
         ratio = read.number(params, "per_tensor", at_least=1.0, at_most=100.0)
         if params.get("max_norm") is not None or params.get("factor") is not None:
             raise ActionError("per_tensor excludes max_norm and factor: a limit of the whole norm is a separate action")
@@ -93,11 +97,12 @@ class TightenClip:
             raise ActionError(reason)
         if self._clip.tensors is not None:
             raise ActionError(f"single tensors are already limited, to {self._clip.tensors.ratio:g} times their norms")
-        self._clip.tensors = TensorClip(ratio)
+        undo.add("the limits of single tensors", self._drop_tensors)
+        self._clip.tensors = mine = TensorClip(ratio)
         self._skip.arm(SINGLE)
         return Applied(
             step=step, params=params, before={"per_tensor": None},
-            expected={"per_tensor": ratio, "begun": self._clip.tensors.number},
+            expected={"per_tensor": ratio, "begun": mine.number},
         )  # fmt: skip
 
     def _read_back_tensors(self, applied: Applied) -> ReadBack:
@@ -153,11 +158,14 @@ class TightenClip:
         """Remove this limit. The lowest limit of the other actions remains."""
         if "per_tensor" in applied.expected:
             if self._clip.tensors is not None and self._clip.tensors.number == applied.expected["begun"]:
-                self._clip.tensors = None
-                self._skip.disarm(SINGLE)
+                self._drop_tensors()
             return
         if self._limits.remove(applied.expected["number"]):
             self._hold_lowest()
+
+    def _drop_tensors(self) -> None:
+        self._clip.tensors = None
+        self._skip.disarm(SINGLE)
 
     def read_back_revert(self, applied: Applied) -> ReadBack:
         """Whether the control no longer has this limit."""

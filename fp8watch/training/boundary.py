@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8watch.actions.base import Action, Applied, ReadBack
-from fp8watch.checkpoints.restore import PartlyRestored
-from fp8watch.errors import ActionError, CheckpointError
+from fp8watch.actions.undo import settled
 from fp8watch.records import Command, CommandResult, Mode, Verb
 from fp8watch.training.agreement.base import (
     Agreement,
@@ -34,6 +33,7 @@ from fp8watch.training.agreement.base import (
 from fp8watch.training.agreement.questions import agree_on_target
 from fp8watch.training.disarm import Disarm
 from fp8watch.training.journal import Journal
+from fp8watch.training.on_this_rank import LocalResult, carry_out, take_back_here
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +56,6 @@ class _Unconfirmed:
         """Whether the action, or its revert, is in force."""
         is_revert = self.command.verb == "revert"
         return self.action.read_back_revert(self.applied) if is_revert else self.action.read_back(self.applied)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LocalResult:
-    """Outcome of a command on this rank."""
-
-    outcome: RankOutcome
-    applied: Applied | None = None
-    """For a revert: the action that was reverted."""
-    detail: str = ""
-    is_begun: bool = True
-    broken: str | None = None
 
 
 class Boundary:
@@ -261,22 +249,25 @@ class Boundary:
         if joint.verdict == "same":
             self._conclude(command, action, local, step)
             return
-        status: Status = "failed" if joint.verdict == "undo" else "unknown"
-        if status == "failed":
+        is_failed = joint.verdict == "undo" or local.outcome is not RankOutcome.DONE
+        if is_failed and local.is_begun:
             self._finish(command, "failed")  # with status unknown it stays unfinished in the journal
-        self._answer(command, step, status, joint.detail)
+        why = "; ".join(part for part in (local.detail, joint.detail) if part)
+        self._answer(command, step, "failed" if is_failed else "unknown", why)
+        if local.broken is not None:
+            self._on_broken(local.broken)
         if joint.verdict == "stop":
             self._on_stop(f"{command.action}: {joint.detail}")
 
-    def _do_jointly(self, command: Command, action: Action | None, step: int) -> tuple[_LocalResult, JointOutcome]:
+    def _do_jointly(self, command: Command, action: Action | None, step: int) -> tuple[LocalResult, JointOutcome]:
         """Carry out a command, compare the outcomes of all ranks, and revert it here if it failed on another one."""
         local = self._do(command, action, step)
         joint = self._agreement.confirm(local.outcome, can_undo=command.verb == "apply" and not asks_first(command))
         if joint.verdict == "undo" and command.verb == "apply" and local.applied is not None and action is not None:
-            joint = self._undo(action, local.applied, joint)
+            joint = take_back_here(action, local.applied, joint)
         return local, joint
 
-    def _do(self, command: Command, action: Action | None, step: int) -> _LocalResult:
+    def _do(self, command: Command, action: Action | None, step: int) -> LocalResult:
         """Carry out a command. Failures are returned, because other ranks wait for the outcome. Raises `MustStop`."""
         cannot = "" if action is not None else f"unknown action {command.action}"
         if not cannot:
@@ -287,22 +278,10 @@ class Boundary:
         if asks_first(command):
             cannot = agree_on_target(self._agreement, action, command, step, cannot)
         if cannot or action is None:
-            return _LocalResult(outcome=RankOutcome.FAILED, detail=cannot, is_begun=self._journal.knows(command))
-        try:
-            if command.verb == "revert":
-                return _LocalResult(outcome=RankOutcome.DONE, applied=self._revert(command, action))
-            return _LocalResult(outcome=RankOutcome.DONE, applied=action.apply(step, dict(command.params)))
-        except MustStop:
-            raise
-        except PartlyRestored as error:
-            return _LocalResult(outcome=RankOutcome.UNKNOWN, detail=str(error), broken=f"{command.action}: {error}")
-        except (ActionError, CheckpointError) as error:
-            return _LocalResult(outcome=RankOutcome.FAILED, detail=str(error))
-        except Exception as error:
-            logger.warning("fp8watch: %s failed", command.action, exc_info=error)
-            return _LocalResult(outcome=RankOutcome.UNKNOWN, detail=f"{type(error).__name__}: {error}")
+            return LocalResult(outcome=RankOutcome.FAILED, detail=cannot, is_begun=self._journal.knows(command))
+        return carry_out(command, action, step, self._applied)
 
-    def _conclude(self, command: Command, action: Action | None, local: _LocalResult, step: int) -> None:
+    def _conclude(self, command: Command, action: Action | None, local: LocalResult, step: int) -> None:
         """Record and answer the outcome, which is the same on all ranks."""
         if local.is_begun:
             self._finish(command, "applied" if local.outcome is RankOutcome.DONE else "failed")
@@ -317,34 +296,14 @@ class Boundary:
                 logger.warning("fp8watch: step %d: reverted %s", step, command.action)
                 self._answer(command, step, "applied")
             else:
-                self._applied[command.id] = local.applied
+                self._applied[command.id] = settled(local.applied)
                 logger.warning("fp8watch: step %d: applied %s %s", step, command.action, command.params)
                 self._answer(
                     command, step, "applied", replayed=local.applied.steps_replayed, observed=local.applied.expected
                 )  # fmt: skip
-            pending = _Unconfirmed(command, action, local.applied, step)
+            pending = _Unconfirmed(command, action, settled(local.applied), step)
             self._unconfirmed.append(pending)
             self._read_back(pending, step)
-
-    def _undo(self, action: Action, applied: Applied, joint: JointOutcome) -> JointOutcome:
-        """Revert here what another rank could not carry out."""
-        try:
-            action.revert(applied)
-        except Exception as error:
-            return JointOutcome("stop", f"{joint.detail}, and it cannot be taken back here: {error}")
-        return JointOutcome("undo", f"{joint.detail}; taken back on all ranks")
-
-    def _revert(self, command: Command, action: Action) -> Applied:
-        """Revert the application that a command names, and return it. Raises `ActionError`."""
-        # A partial revert (of some layers) is a command with its own id; `of` names the command that it reverts.
-        target = str(command.params.get("of", command.id))
-        applied = self._applied.get(target)
-        if applied is None:
-            raise ActionError(f"{target} was not applied by this process, so it cannot be undone here")
-        if "layers" in command.params:
-            applied = replace(applied, params={**applied.params, "layers": command.params["layers"]})
-        action.revert(applied)
-        return applied
 
     def _read_back(self, pending: _Unconfirmed, step: int) -> None:
         pending.num_read_backs += 1

@@ -17,7 +17,8 @@ from typing import Any
 
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.actions.joint import Answer, Ask
-from fp8watch.errors import ActionError, CheckpointError
+from fp8watch.actions.undo import Undo
+from fp8watch.errors import ActionError, CheckpointError, PartlyChanged
 from fp8watch.records import ACTIONS, Command, CommandResult
 from fp8watch.training.agreement import AllRanks
 from fp8watch.training.agreement.base import MustStop
@@ -135,16 +136,26 @@ class Knobs:
 
     def _set(self, step: int, params: dict[str, Any]) -> Applied:
         error = self._rank.plan.failures.get((self._rank.number, params["index"]))
+        if error is PartlyChanged:
+            self._rank.state[params["name"]] = f"half of it, on rank {self._rank.number}"
         if error is not None:
             raise error("cannot be done here")
-        before = self._rank.state.get(params["name"])
+        before, undo = self._rank.state.get(params["name"]), Undo()
         self._rank.state[params["name"]] = params["value"]
-        return Applied(step=step, params=params, before={"value": before}, expected={"value": params["value"]})
+        if params.get("undoes"):
+            undo.add(params["name"], lambda: self._rank.state.update({params["name"]: before}))
+        return Applied(
+            step=step, params=params, before={"value": before}, expected={"value": params["value"]},
+            undo=undo if params.get("undoes") else None,
+        )  # fmt: skip
 
     def read_back(self, applied: Applied) -> ReadBack:
         return ReadBack(ok=True)
 
     def revert(self, applied: Applied) -> None:
+        if applied.params.get("undoes"):  # as a hold that is released over some steps
+            self._rank.state[applied.params["name"]] = "on its way back"
+            return
         if applied.params.get("for_good"):
             raise ActionError("cannot be taken back")
         self._rank.state[applied.params["name"]] = applied.before["value"]

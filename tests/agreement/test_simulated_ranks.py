@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulated_ranks import AGREED, Plan, Simulation, back, knob
 
 from fp8watch.actions.joint import Answer, Ask
-from fp8watch.errors import ActionError, CheckpointError
+from fp8watch.errors import ActionError, CheckpointError, PartlyChanged
 from fp8watch.training.agreement import AllRanks, JointOutcome, RankOutcome, SingleProcess
 from fp8watch.training.agreement.base import MustStop
 from fp8watch.training.agreement.questions import agree_on_target
@@ -94,6 +94,40 @@ def test_what_one_rank_cannot_do_no_rank_trains_on(error):
     if is_clean:  # the others have taken it back, before the next step
         assert all(rank.state["knob"] == 0 and len(rank.finished) == 10 for rank in sim.ranks)
         assert [[status for status, _ in rank] for rank in outcomes(sim, "a0")] == [["failed"]] * 3
+
+
+def test_ranks_take_back_exactly_what_one_could_not_do():
+    sim = Simulation(Plan(commands=[knob(0, params={"undoes": True})], failures={(1, 0): ActionError})).run()
+    assert not sim.disagreements()
+    assert all(rank.state["knob"] == 0 and rank.stopped is None for rank in sim.ranks)
+
+
+def alike(error: type[BaseException]) -> dict[tuple[int, int], type[BaseException]]:
+    return {(rank, 0): error for rank in range(3)}
+
+
+def test_an_error_on_all_ranks_alike_is_no_agreement_on_success():
+    plan = Plan(
+        commands=[knob(0), knob(1, "other")], arrivals={(r, 1): 6 for r in range(3)}, failures=alike(ActionError)
+    )
+    sim = Simulation(plan).run()
+    assert outcomes(sim, "a0") == [[("failed", 2)]] * 3
+    assert {r.detail for rank in sim.ranks for r in rank.results if r.id == "a0"} == {"cannot be done here"}
+    assert all(rank.state["knob"] == 0 and rank.state["other"] == 2 for rank in sim.ranks), "and they act on"
+
+
+@pytest.mark.parametrize("error", [PartlyChanged, RuntimeError])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_no_rank_trains_on_what_is_half_done_although_it_failed_on_others_too(error, num_ranks):
+    failures = {key: error for key in list(alike(error))[:num_ranks]}
+    sim = Simulation(Plan(commands=[knob(0)], failures=failures)).run()
+    assert not sim.disagreements()
+    assert all(rank.stopped is not None for rank in sim.ranks)
+    for rank in sim.ranks:
+        (answer,) = rank.results
+        has_failed = rank.number < num_ranks
+        assert answer.status == ("failed" if has_failed else "unknown")
+        assert ("cannot be done here" in answer.detail) is has_failed
 
 
 def test_what_cannot_be_taken_back_stops_the_ranks_that_have_it():
@@ -273,14 +307,18 @@ def plans(draw: st.DrawFn) -> Plan:
         ranks=ranks,
         seed=draw(st.integers(0, 2**16)),
         commands=[
-            back(i) if draw(st.booleans()) else knob(i, "b", params={"for_good": draw(st.booleans())})
+            back(i)
+            if draw(st.booleans())
+            else knob(i, "b", params={draw(st.sampled_from(["for_good", "undoes"])): True})
             for i in range(count)
         ],
         damaged=draw(st.sets(some, max_size=3)),
         arrivals=draw(st.dictionaries(some, step, max_size=6)),
         vetoes=draw(st.sets(some, max_size=1)),
         failures=draw(
-            st.dictionaries(some, st.sampled_from([ActionError, RuntimeError, KeyboardInterrupt]), max_size=1)
+            st.dictionaries(
+                some, st.sampled_from([ActionError, RuntimeError, PartlyChanged, KeyboardInterrupt]), max_size=4
+            )
         ),
         lost=draw(
             st.dictionaries(

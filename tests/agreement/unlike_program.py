@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,16 @@ class Job:
         self.batches = iter(self.watch.batches(loader) if name == "change-raises" else loader)
         self.batch = torch.zeros(4, 16)
         if name == "change-raises" and self.rank == 0:
-            self.watch._session.context.lr.add = self.explode
+            self.watch._session.context.lr.add = self.explode_after(self.watch._session.context.lr.add)
+
+    def explode_after(self, add: Callable[..., None]) -> Callable[..., None]:
+        """A rule is in force already when it fails."""
+
+        def fail(*args: Any) -> None:
+            add(*args)
+            self.explode()
+
+        return fail
 
     @staticmethod
     def explode(*_: Any) -> None:

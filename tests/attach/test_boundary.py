@@ -13,7 +13,7 @@ from watched_training import START, command
 
 from fp8watch.actions.base import Applied, ReadBack
 from fp8watch.checkpoints.restore import PartlyRestored
-from fp8watch.errors import ActionError
+from fp8watch.errors import ActionError, PartlyChanged
 from fp8watch.records import Command, CommandResult
 from fp8watch.settings import Settings
 from fp8watch.training.agreement import Agreement, ObserveOnly, SingleProcess
@@ -271,6 +271,13 @@ def test_failing_action_is_answered_and_does_not_raise(rig, error):
     (result,) = rig.run(1, clip())
     assert result.status == "failed"
     assert str(error) in result.detail
+    assert rig.broken == []
+
+
+def test_what_is_left_changed_is_said_and_training_goes_on(rig):
+    rig.knob.error = PartlyChanged("out of memory; still changed: 3 in BF16 (RuntimeError: busy)")
+    (result,) = rig.run(1, clip())
+    assert (result.status, result.detail) == ("failed", str(rig.knob.error))
     assert rig.broken == []
 
 

@@ -38,7 +38,7 @@ class RankOutcome(IntEnum):
     """Outcome of a command on this rank. The order matters: the minimum over ranks is taken."""
 
     UNKNOWN = 0
-    """It failed unexpectedly, so it is not known what was changed."""
+    """It failed, and something may still be changed."""
     FAILED = 1
     """It failed with nothing changed."""
     DONE = 2

@@ -235,6 +235,8 @@ ABSTAINS = [int(RankOutcome.DONE), -int(RankOutcome.UNKNOWN), 1, 0]
 def compare(outcome: RankOutcome, reduced: Sequence[int]) -> JointOutcome:
     """What a rank with this outcome has to do, from the reduced numbers of `pack_outcome`."""
     lowest, highest = reduced[0], -reduced[1]
+    if highest == RankOutcome.UNKNOWN:  # each may have changed something else
+        return JointOutcome("stop", "no rank knows what it has changed")
     if lowest == highest or (lowest == outcome == RankOutcome.DONE):
         return JointOutcome("same")
     detail = f"rank {-reduced[3] - 1} could not carry it out"
