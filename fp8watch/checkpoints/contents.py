@@ -118,17 +118,18 @@ def own_state(model: torch.nn.Module) -> dict[str, Any]:
 
 def describe_part(
     parts: TrainingParts, captured: Captured, files: dict[str, FileEntry], *, rank: int, checksum: str | None = None,
-    is_finite: bool = True,
+    algorithm: str = LATEST, is_finite: bool = True,
 ) -> RankPart:  # fmt: skip
-    """Describe what this rank has saved. `checksum`: of the parameters, if already computed. `is_finite`: whether they
-    are all finite."""
+    """Describe what this rank has saved. `checksum`: of the parameters by `algorithm`, if already computed.
+    `is_finite`: whether they are all finite."""
     return RankPart(
         rank=rank,
         samples=captured.samples,
         parts=captured.present,
         absent=captured.absent,
         learning_rate=[float(group["lr"]) for group in parts.optimizer.param_groups],
-        parameter_checksum=checksum or parameter_checksum(parts.model),
+        parameter_checksum=checksum or parameter_checksum(parts.model, algorithm),
+        checksum_algorithm=algorithm,
         is_finite=is_finite,
         rng_sha256=captured.rng_sha256,
         optimizer_file=captured.optimizer_file,
@@ -168,7 +169,7 @@ def describe(
         absent=absent,
         learning_rate=first.learning_rate,
         parameter_checksum=first.parameter_checksum,
-        checksum_algorithm=LATEST,
+        checksum_algorithm=first.checksum_algorithm,
         rng_sha256=first.rng_sha256,
         files={**(shared or {}), **{name: entry for part in saved for name, entry in part.files.items()}},
         versions={"torch": str(torch.__version__), "python": platform.python_version()},

@@ -177,7 +177,7 @@ class CheckpointManager:
             ask(given_up := f"checkpoint of step {step} was given up a moment ago")
             raise CheckpointError(given_up)
         try:
-            saving.begin(self.parts, self._storage, ask)
+            saving.begin(self.parts, self._storage, ask, self._beginning.algorithm)
         except CheckpointError:
             self._discard(saving)
             raise

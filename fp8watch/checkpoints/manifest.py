@@ -44,6 +44,8 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: list[float] = []
     parameter_checksum: str = ""
     """Checksum of the parameters that this rank holds."""
+    checksum_algorithm: str = ""
+    """Its algorithm; empty: that of the manifest."""
     is_finite: bool = True
     """Whether these are all finite."""
     rng_sha256: str = ""
@@ -78,7 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parameter_checksum: str
     """See `fp8watch.checkpoints.checksum`."""
     checksum_algorithm: str = WEIGHTED
-    """Algorithm of all parameter checksums: a name in `fp8watch.checkpoints.bit_sums`."""
+    """Algorithm of the parameter checksums: a name in `fp8watch.checkpoints.bit_sums`."""
     rng_sha256: str
     """Digest of the random state of rank 0."""
     files: dict[str, FileEntry]
@@ -108,11 +110,19 @@ def spoilt(manifest: Manifest) -> str | None:
     """Why it must not be restored: parameters are not finite, or differ between replicas."""
     if manifest.not_finite:
         return f"parameters of rank {manifest.not_finite[0]} are not finite"
-    checksums = [part.parameter_checksum for part in manifest.ranks]
     if manifest.layout != "replicas":
         return None
-    other = next((rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]), None)
-    return None if other is None else f"parameters of rank {other} are not those of rank 0"
+    firsts: dict[str, RankPart] = {}
+    for part in manifest.ranks:  # checksums by different algorithms, of ranks of different versions, say nothing
+        first = firsts.setdefault(algorithm_of(manifest, part), part)
+        if part.parameter_checksum != first.parameter_checksum:
+            return f"parameters of rank {part.rank} are not those of rank {first.rank}"
+    return None
+
+
+def algorithm_of(manifest: Manifest, part: RankPart) -> str:
+    """The algorithm of a part's parameter checksum."""
+    return part.checksum_algorithm or manifest.checksum_algorithm
 
 
 def write(manifest: Manifest) -> bytes:
@@ -141,8 +151,7 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder.name}: format version {manifest.format_version}, this fp8watch reads {known}")
     if manifest.manifest_sha256 != _sum(msgspec.json.decode(data)):
         raise CheckpointError(f"{folder.name}: {NAME} does not match its own SHA-256")
-    if manifest.checksum_algorithm not in ALGORITHMS:
-        raise CheckpointError(
-            f"{folder.name}: its checksums are by {manifest.checksum_algorithm!r}, which this fp8watch does not know"
-        )
+    used = {manifest.checksum_algorithm, *(algorithm_of(manifest, part) for part in manifest.ranks)}
+    if unknown := sorted(used - ALGORITHMS.keys()):
+        raise CheckpointError(f"{folder.name}: its checksums are by {unknown[0]!r}, which this fp8watch does not know")
     return manifest

@@ -202,8 +202,10 @@ def _compare(parts: TrainingParts, loaded: Loaded) -> str:
     """Verify the restored state; returns the parameters' checksum. Raises `PartlyRestored`."""
     saved, part = loaded.manifest, loaded.part
     is_same_world = loaded.world_size == saved.world_size
-    reached = parameter_checksum(parts.model, saved.checksum_algorithm)
-    wanted = part.parameter_checksum if part is not None and saved.layout == "shards" else saved.parameter_checksum
+    algorithm, wanted = saved.checksum_algorithm, saved.parameter_checksum
+    if part is not None and saved.layout == "shards":
+        algorithm, wanted = manifest.algorithm_of(saved, part), part.parameter_checksum
+    reached = parameter_checksum(parts.model, algorithm)
     if reached != wanted and (is_same_world or saved.layout != "shards"):
         raise PartlyRestored(
             f"{saved.checkpoint}: parameters have checksum {reached} after the restore, {wanted} was saved"
@@ -216,7 +218,7 @@ def _compare(parts: TrainingParts, loaded: Loaded) -> str:
     if is_comparable and digest != (part.rng_sha256 if part is not None else saved.rng_sha256):
         raise PartlyRestored(f"{saved.checkpoint}: the random state after the restore is not the one that was saved")
     # By the latest algorithm, as the parameters are summed again before the next update.
-    return reached if saved.checksum_algorithm == LATEST else parameter_checksum(parts.model)
+    return reached if algorithm == LATEST else parameter_checksum(parts.model)
 
 
 def _check(parts: TrainingParts, loaded: Loaded) -> None:

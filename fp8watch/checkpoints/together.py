@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+from fp8watch.checkpoints.bit_sums import LATEST
 from fp8watch.checkpoints.storage import Storage
 from fp8watch.errors import CheckpointError
 
 
 class Together(Protocol):
     """This rank's link to the others. Its methods do not raise."""
+
+    algorithm: str
+    """The latest checksum algorithm that all ranks are known to know (`fp8watch.checkpoints.bit_sums`)."""
 
     def all_begin(self, about: str, cannot: str) -> str:
         """Called once by every rank with the same `about`; waits up to a limit. `cannot`: why this rank cannot begin.
@@ -30,6 +34,8 @@ class Beginning:
         self._together = together if world_size > 1 else None
         self._is_asked = world_size > 1 and storage.writes_own_files
         self._is_needed = self._is_asked and storage.name == "dcp"
+        self.algorithm = LATEST if self._together is None else self._together.algorithm
+        """Of the parameters' checksum."""
         self._times: Counter[tuple[int, int]] = Counter()
 
     def question(self, attempt: int, step: int) -> Callable[[str], str]:

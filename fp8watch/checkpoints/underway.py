@@ -21,6 +21,7 @@ import msgspec
 from fp8watch.atomic_file import replace_file, sync_directory
 from fp8watch.checkpoints import contents, manifest
 from fp8watch.checkpoints.aside import later
+from fp8watch.checkpoints.bit_sums import LATEST, WEIGHTED
 from fp8watch.checkpoints.checksum import all_finite, parameter_checksum
 from fp8watch.checkpoints.files import write_synced
 from fp8watch.checkpoints.manifest import FileEntry, Manifest, RankPart
@@ -63,18 +64,20 @@ class Underway:
         self._is_looked_at = False
         self._failed_by: str = ""
 
-    def begin(self, parts: TrainingParts, storage: Storage, ask: Callable[[str], str] = str) -> None:
+    def begin(
+        self, parts: TrainingParts, storage: Storage, ask: Callable[[str], str] = str, algorithm: str = LATEST
+    ) -> None:
         """Capture the current state and begin to write it. Raises `CheckpointError` and tells the other ranks.
 
         `ask` is called once with the reason why this rank cannot begin, or "". It returns the reason why no rank
-        begins, or "".
+        begins, or "". `algorithm`: of the parameters' checksum.
         """
         prepared: Prepared | None = None
         cannot: Exception | None = None
         try:
             self.folder.mkdir(exist_ok=self._place.layout != "whole")
             captured = contents.capture(parts, self._place, with_weights=not storage.writes_own_files)
-            checksum, is_finite = parameter_checksum(parts.model), all_finite(parts.model)
+            checksum, is_finite = parameter_checksum(parts.model, algorithm), all_finite(parts.model)
             prepared = storage.prepare(self.folder, parts, self._place)
             if storage.writes_own_files:
                 state = captured.files[self._place.state_file]
@@ -90,7 +93,8 @@ class Underway:
             self._poll = prepared.begin()
             files = write_files(self.folder, captured.files, captured.common)
             self._described = contents.describe_part(
-                parts, captured, files, rank=self._place.rank, checksum=checksum, is_finite=is_finite
+                parts, captured, files, rank=self._place.rank, checksum=checksum, algorithm=algorithm,
+                is_finite=is_finite,
             )  # fmt: skip
         except Exception as error:  # torch.save reports a full disk as RuntimeError
             self._give_up(str(error))
@@ -149,8 +153,10 @@ class Underway:
             if part.failed:
                 self.discard()
                 raise CheckpointError(f"checkpoint of step {self.step}: rank {rank} could not save: {part.failed}")
-            saved.append(part)
+            # Format 3 does not name the algorithm.
+            saved.append(msgspec.structs.replace(part, checksum_algorithm=part.checksum_algorithm or WEIGHTED))
         if not missing:
+            self._say_what_is_not_compared(saved)
             written = {name for part in saved for name in part.files}
             owed = ((part.rank, file) for part in saved for file in (part.optimizer_file, part.also_file) if file)
             lost = next(((rank, file) for rank, file in owed if file not in written), None)
@@ -165,6 +171,14 @@ class Underway:
                 "is the directory the same for all ranks?"
             )
         return None
+
+    def _say_what_is_not_compared(self, saved: list[RankPart]) -> None:
+        others = [part.rank for part in saved if part.checksum_algorithm != saved[0].checksum_algorithm]
+        if others and self._place.layout == "replicas":
+            logger.warning(
+                "fp8watch: checkpoint of step %d: rank %d runs another version of fp8watch: whether its copy is the "
+                "same is not known", self.step, others[0],
+            )  # fmt: skip
 
     def _complete(
         self, saved: list[RankPart], shared: dict[str, FileEntry], time_unix: float, storage: str, run: str

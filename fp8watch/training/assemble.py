@@ -103,6 +103,8 @@ def assemble(arguments: Arguments) -> Assembled:
         disarm=Disarm(settings, identity.run), policy_text=arguments.policy_text,
         policy_name=arguments.policy_name, framework=found.framework, groups=arguments.groups,
     )  # fmt: skip
+    if joined.remark:
+        session.note(joined.remark)
     if session.journal.unavailable is not None:
         session.note(f"{session.journal.unavailable}; training goes on, nothing can act")
     session.context = _context(arguments, identity, session, found)

@@ -59,15 +59,6 @@ def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
     return [found[rank] for rank in range(count)]
 
 
-@pytest.fixture
-def store(monkeypatch) -> dist.Store:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(joining, "_store", lambda meeting: dist.PrefixStore("m", store))
-    return store
-
-
 def identity(rank: int, ranks: int = 2) -> Identity:
     return Identity(run="r", rank=rank, world_size=ranks, host="a")
 

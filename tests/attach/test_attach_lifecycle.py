@@ -12,6 +12,8 @@ import fp8watch
 from fp8watch.emulation import taps
 from fp8watch.errors import BadInput
 from fp8watch.records import Goodbye, Hello, Layout, StepFrame
+from fp8watch.training.agreement import ObserveOnly
+from fp8watch.training.agreement.join import Joined
 
 
 def hooks(model: torch.nn.Module) -> list[int]:
@@ -159,3 +161,15 @@ def test_what_disarms_a_run_is_said_at_attach(trainer, channel, monkeypatch, cap
     monkeypatch.setenv("FP8WATCH_DISARM", "1")
     fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
     assert "nothing acts: disarmed by FP8WATCH_DISARM" in capfd.readouterr().err
+
+
+def test_what_ranks_found_of_each_other_is_said_once_at_attach(trainer, channel, monkeypatch, caplog):
+    said = "the ranks cannot act together: they run different versions of fp8watch"
+    joined = Joined(agreement=ObserveOnly("several ranks: apart"), attempt=0, remark=said)
+    monkeypatch.setattr("fp8watch.training.assemble.join", lambda *_, **__: joined)
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    trainer.steps(watch, 3)
+    assert caplog.text.count(said) == 1
+    assert set(watch.capabilities.values()) == {"several ranks: apart"}
+    watch.detach()
+    assert len(channel().of(StepFrame)) == 3, "it is observed all the same"

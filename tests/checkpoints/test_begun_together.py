@@ -13,6 +13,7 @@ from ranked_runs import Ranks, name_of
 from threaded_ranks import at_once
 
 from fp8watch.checkpoints import dcp, manifest, storage, together
+from fp8watch.checkpoints.bit_sums import LATEST
 from fp8watch.checkpoints.parts import TrainingParts
 from fp8watch.checkpoints.place import Place
 from fp8watch.checkpoints.storage import Poll, Prepared
@@ -41,6 +42,8 @@ class Table:
 class _Seat:
     def __init__(self, table: Table, rank: int) -> None:
         self._table, self._rank = table, rank
+
+    algorithm = LATEST
 
     def all_begin(self, about: str, cannot: str) -> str:
         return self._table.ask(self._rank, about, cannot)

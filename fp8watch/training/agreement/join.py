@@ -19,6 +19,9 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+import fp8watch
+from fp8watch.checkpoints.bit_sums import LATEST, WEIGHTED
+from fp8watch.checkpoints.manifest import FORMAT_VERSION
 from fp8watch.identity import Identity
 from fp8watch.settings import Settings
 from fp8watch.training.agreement.all_ranks import AllRanks
@@ -41,6 +44,7 @@ STALE = (
     "the job's store still holds entries of an earlier start, so a rank may read the answer of a rank that is gone: "
     "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun restarts ranks"
 )
+THIS_VERSION = f"{fp8watch.__version__} with checkpoints of format {FORMAT_VERSION}"
 _meetings = itertools.count()
 """Counts the attaches of this process. All ranks must attach equally often to find each other."""
 
@@ -61,6 +65,10 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the names of the rank's FP8 modules."""
     start: str = ""
     """The rank's proposal for the name of this start. Rank 0's is used."""
+    version: str = ""
+    """Its fp8watch; empty: one that does not say."""
+    checksums: str = WEIGHTED
+    """The latest checksum algorithm that it knows (`fp8watch.checkpoints.bit_sums`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,8 @@ class Joined:
     start: str = ""
     """Name of this start, the same on all ranks and never used before (`Hello.start`); empty: the ranks do not act
     together. Commands carry it, so that none is carried out in a later start."""
+    remark: str = ""
+    """What to say to the user on this rank."""
 
 
 def new_start() -> str:
@@ -109,7 +119,9 @@ def join(
     start: Start | None = None
     note = Note(
         rank=identity.rank, host=identity.host, run=identity.run, attempt=attempt, acts=acts,
-        policy=policy_digest(policy, groups.stages), modules=policy_digest(*modules), start=new_start(),
+        # With the version, because a rank that knows of none must not wait for us to vote.
+        policy=policy_digest(policy, groups.stages, THIS_VERSION), modules=policy_digest(*modules), start=new_start(),
+        version=THIS_VERSION, checksums=LATEST,
     )  # fmt: skip
     peers: Peers | None = None
     try:
@@ -138,9 +150,11 @@ def join(
         reason = f"several ranks: they did not find each other ({shorten(error)})"
         return Joined(agreement=ObserveOnly(reason), attempt=attempt, peers=peers)
     attempt = max(other.attempt for other in notes)
+    peers.algorithm = LATEST if all(other.checksums == LATEST for other in notes) else WEIGHTED
     apart = why_not(notes, has_agents=settings.agent is not None)
     if apart is not None:
-        return Joined(agreement=ObserveOnly(apart), attempt=attempt, peers=peers)
+        remark = remark_on_versions(notes, identity.rank)
+        return Joined(agreement=ObserveOnly(apart), attempt=attempt, peers=peers, remark=remark)
     try:
         seconds = settings.agreement_seconds
         votes = transport(store, "votes", notes, identity.rank, seconds=seconds)
@@ -157,6 +171,8 @@ def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:
     observer = next((note for note in notes if not note.acts), None)
     if observer is not None:
         return f"several ranks: the policy of rank {observer.rank} only observes"
+    if (versions := different_versions(notes)) is not None:
+        return f"several ranks: {versions}"
     if len({note.policy for note in notes}) > 1:
         return "several ranks: they were given different policies"
     if len({note.run for note in notes}) > 1:
@@ -164,6 +180,26 @@ def why_not(notes: Sequence[Note], *, has_agents: bool) -> str | None:
     if len({note.host for note in notes}) > 1 and not has_agents:
         return "several nodes: each needs an agent that takes commands from one controller (FP8WATCH_AGENT)"
     return None
+
+
+def different_versions(notes: Sequence[Note]) -> str | None:
+    """Which versions of fp8watch the ranks run; None: all run the same one."""
+    firsts: dict[str, int] = {}
+    for note in notes:
+        firsts.setdefault(note.version or "an earlier one", note.rank)
+    if len(firsts) == 1:
+        return None
+    said = ", ".join(f"{version} on rank {rank}" for version, rank in firsts.items())
+    return f"they run different versions of fp8watch ({said})"
+
+
+def remark_on_versions(notes: Sequence[Note], rank: int) -> str:
+    """What this rank says of different versions: on rank 0, and on the first rank of another version than that."""
+    versions = different_versions(notes)
+    other = next((note.rank for note in notes if note.version != notes[0].version), None)
+    if versions is None or rank not in (0, other):
+        return ""
+    return f"the ranks cannot act together: {versions}; no action is taken, the run is only observed"
 
 
 def transport(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fp8watch.checkpoints.bit_sums import LATEST
 from fp8watch.training.agreement.start import Start
 
 _c10d: Any = dist
@@ -43,6 +44,8 @@ class Peers:
         becomes part of the prefix at the first use."""
         self._store, self._rank, self._ranks = store, rank, ranks
         self._start = start
+        self.algorithm = LATEST
+        """See `fp8watch.checkpoints.together.Together`."""
         self._count = 0
         self._begin_seconds = BEGIN_SECONDS
 
