@@ -136,12 +136,12 @@ class Boundary:
             self._agreement.abandon(f"{type(error).__name__}: {error}")
             raise
 
-    def leave(self, step: int) -> None:
+    def leave(self, step: int, why: str = "the run has ended here before it was begun") -> None:
         """Answer what still waits: this rank runs no boundary after `step` updates."""
         waiting, self._waiting = self._waiting, []
         for command in waiting:
             if (command.id, command.verb) not in self._answers:  # else it has ended this rank
-                self._answer(command, step, "unavailable", "the run has ended here before it was begun")
+                self._answer(command, step, "unavailable", why)
 
     def _run(self, step: int) -> None:
         self._refuse_other_starts(step)
@@ -235,8 +235,13 @@ class Boundary:
         except MustStop as error:
             self._answer(command, step, "unknown", str(error))  # it stays unfinished in the journal
             raise
-        except Exception:
-            raise
+        except Exception as error:  # not of the action, whose errors are outcomes
+            if not self._agreement.is_joint:
+                raise
+            raise MustStop(
+                f"it is unknown what {command.action} came to on the other ranks: {type(error).__name__}: {error}",
+                command,
+            ) from error
         except BaseException as error:  # KeyboardInterrupt, SystemExit
             # The other ranks wait for an answer or an outcome. The ballot with which a rank leaves has another length,
             # over which gloo would abort their processes.

@@ -101,7 +101,7 @@ class Session:
 
     def capabilities(self) -> Mapping[str, str]:
         """Action -> empty when it is available, else why it is not."""
-        nobody = self.agreement.unavailable or self.journal.unavailable
+        nobody = self.agreement.unavailable or self.journal.unavailable or self.boundary_off
         found = {}
         for name in ACTIONS:
             action = self.actions.get(name)
@@ -116,6 +116,12 @@ class Session:
                     self.guard.failed(name, error)
                     found[name] = f"{type(error).__name__}: {error}"
         return found
+
+    @property
+    def boundary_off(self) -> str | None:
+        """Why no command is carried out any more after failures; None: commands are."""
+        error = self.guard.disabled.get("boundary")
+        return None if error is None else f"commands are not carried out any more ({error})"
 
     def hello(self) -> Hello:
         """Who we are, now."""

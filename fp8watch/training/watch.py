@@ -197,6 +197,8 @@ class Watch:
             is_idle = self._boundary.is_idle
             started = time.perf_counter()
             self._guard.call("boundary", self._boundary.run, session.step)
+            if session.boundary_off is not None:
+                self._guard.call("refusals", self._boundary.leave, session.step, session.boundary_off)
             if is_idle:  # waited for the other ranks' votes only: that belongs to the step
                 self._recorder.own_seconds += time.perf_counter() - started
             else:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_ranks import AGREED, Plan, Simulation, back, knob
 
-from fp8watch.actions.joint import Answer, Ask
 from fp8watch.errors import ActionError, CheckpointError, PartlyChanged
-from fp8watch.training.agreement import AllRanks, JointOutcome, RankOutcome, SingleProcess
-from fp8watch.training.agreement.base import MustStop
-from fp8watch.training.agreement.questions import agree_on_target
+from fp8watch.training.agreement import AllRanks, JointOutcome, RankOutcome
 
 
 def outcomes(sim: Simulation, command: str) -> list[list[tuple[str, int]]]:
@@ -207,51 +202,6 @@ def test_a_rank_that_is_interrupted_while_it_acts_leaves_no_other_out_of_step():
     assert not sim.disagreements()
 
 
-class OddAgreement(SingleProcess):
-    """Its transport fails in a way that it does not foresee."""
-
-    def __init__(self) -> None:
-        self.abandoned: list[str] = []
-
-    def lowest(self, answer: int, about: str) -> int:
-        raise ValueError("odd")
-
-    def abandon(self, reason: str) -> None:
-        self.abandoned.append(reason)
-
-
-def test_answers_that_are_lost_in_any_way_stop_this_rank():
-    agreement = OddAgreement()
-    with pytest.raises(MustStop, match="it is unknown whether the other ranks go on with this action"):
-        agree_on_target(agreement, Chooses(), back(0), 1, "")
-    assert agreement.abandoned == ["ValueError: odd"]
-
-
-class Chooses:
-    """Asks what `answers` says, and returns as if all were well."""
-
-    name = "rollback"
-
-    def __init__(self, *answers: Answer) -> None:
-        self.answers = answers or (Answer.YES,)
-
-    def choose(self, step: int, params: dict[str, Any], ask: Ask) -> None:
-        for number, answer in enumerate(self.answers):
-            ask(answer, str(number) if number else "begin")
-
-
-@pytest.mark.parametrize(
-    ("answers", "cannot"),
-    [
-        ((Answer.YES, Answer.YES), ""), ((Answer.YES, Answer.DAMAGED, Answer.YES), ""),
-        ((Answer.YES,), "no target was agreed on"), ((Answer.YES, Answer.DAMAGED), "no target was agreed on"),
-        ((Answer.CANNOT,), "no target was agreed on"),
-    ],
-)  # fmt: skip
-def test_an_action_that_returns_without_a_target_is_not_applied(answers, cannot):
-    assert agree_on_target(SingleProcess(), Chooses(*answers), back(0), 1, "") == cannot
-
-
 def test_a_check_that_fails_on_one_rank_refuses_the_command_on_all():
     sim = Simulation(Plan(commands=[knob(0), knob(1, "other")], unsure={(1, 0): OSError},
                           arrivals={(rank, 1): 6 for rank in range(3)})).run()  # fmt: skip
@@ -379,6 +329,25 @@ class TrustsTheOthers(AllRanks):
 
     def confirm(self, outcome: RankOutcome, *, can_undo: bool) -> JointOutcome:
         return JointOutcome("same")
+
+
+class OddConfirm(AllRanks):
+    """On rank 1 the comparison fails in a way that nobody foresaw, although the others get theirs."""
+
+    def confirm(self, outcome: RankOutcome, *, can_undo: bool) -> JointOutcome:
+        found = super().confirm(outcome, can_undo=can_undo)
+        if self._rank == 1:
+            raise ValueError("odd")
+        return found
+
+
+def test_a_rank_that_cannot_tell_what_became_of_a_command_on_the_others_stops():
+    sim = Simulation(Plan(commands=[knob(0)], failures={(2, 0): ActionError}), OddConfirm).run()
+    assert not sim.disagreements()
+    assert sim.ranks[1].stopped is not None
+    assert [(r.status, r.detail) for r in sim.ranks[1].results] == [
+        ("unknown", "it is unknown what hold_lr came to on the other ranks: ValueError: odd")
+    ]
 
 
 def test_the_simulation_finds_what_a_careless_protocol_does_wrong():

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from watched_training import START, RecordingChannel, Trainer
+from watched_training import START, RecordingChannel, Trainer, command
 
 import fp8watch
 from fp8watch.actions.lr_rules import Hold
 from fp8watch.capture.emulated import EmulatedSource
 from fp8watch.checkpoints import Checkpoints
-from fp8watch.records import LedgerUpdate, StepFrame
+from fp8watch.records import CommandResult, LedgerUpdate, StepFrame
 from fp8watch.training.guard import FAILURES_TO_DISABLE, Guard
 
 
@@ -64,8 +64,6 @@ def test_no_exception_of_ours_reaches_training(trainer, channel, monkeypatch, ca
 
     monkeypatch.setattr(part, fail)
     if part.endswith("Boundary.run"):
-        from watched_training import command
-
         channel().replies.extend(command("checkpoint_now", id=str(i), sequence=i) for i in range(3))
     if part.endswith("ClipControl.before_step"):  # without a limit of ours it is not called
         watch._session.context.clip.set_limit(1e9)
@@ -251,3 +249,22 @@ def test_a_source_that_cannot_begin_for_a_while_is_read_again_or_said_to_be_off(
     assert observed_steps(channel) == [True] * 3 + [False] * lost + [True] * (11 - lost)
     off = [text.partition(":")[0] for text in watch.not_observable if ": off" in text]
     assert off == {5: ["emulation begin"], 10**9: ["emulation begin", "emulation begin without samples"]}.get(calls, [])
+
+
+def test_commands_are_answered_when_the_boundary_is_off(trainer, channel, monkeypatch):
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+
+    def fail(*_):
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr("fp8watch.training.boundary.Boundary.run", fail)
+    for number in range(1, 6):
+        channel().replies.append(command("hold_lr", id=f"a-{number}", sequence=number, params={"factor": 0.5}))
+        trainer.steps(watch, 1)
+    answers = [result for result in channel().of(CommandResult) if result.id.startswith("a-")]
+    assert [(answer.id, answer.status, answer.step) for answer in answers] == [
+        ("a-1", "unavailable", 3), ("a-2", "unavailable", 3), ("a-3", "unavailable", 3), ("a-4", "unavailable", 4),
+        ("a-5", "unavailable", 5),
+    ]  # fmt: skip
+    assert {answer.detail for answer in answers} == {"commands are not carried out any more (RuntimeError: odd)"}
+    assert set(watch.capabilities.values()) == {"commands are not carried out any more (RuntimeError: odd)"}
