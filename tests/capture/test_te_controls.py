@@ -8,10 +8,13 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from fp8watch.actions.bf16_layers import Bf16Layers
+from fp8watch.capture.te import controls as te_controls
 from fp8watch.capture.te.controls import TeControls
 from fp8watch.errors import ActionError
 
@@ -108,3 +111,49 @@ def test_a_repair_is_held_against_the_newest_amax_and_not_against_itself() -> No
     assert controls.highest_scales(["0:input", "0:weight"]) == {"0:input": 448 / 7}, "no amax of the weight is known"
     state.amax_history[-1, 0] = float("nan")
     assert controls.highest_scales(["0:input"]) == {}
+
+
+def test_layers_that_cannot_all_be_switched_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The action takes back the first layer when the second one fails, both ways, with scales and all."""
+    model = torch.nn.Sequential(Linear(), Linear())
+    controls = controls_of(model)
+    context = SimpleNamespace(
+        controls=controls, model=model, elsewhere=(), high_precision={}, lr=SimpleNamespace(updates=0)
+    )
+    action = Bf16Layers(context)  # type: ignore[arg-type]
+    x = torch.full((2, 4), 7.0)
+    model(x).sum().backward()
+
+    def fails_for_the_second(name: str) -> None:
+        own = getattr(te_controls, name) if name == "Away" else getattr(controls, name)
+
+        def call(*arguments: Any) -> Any:
+            if model[1] in arguments:
+                raise RuntimeError("out of memory")
+            return own(*arguments)
+
+        monkeypatch.setattr(te_controls if name == "Away" else controls, name, call)
+
+    fails_for_the_second("Away")
+    with pytest.raises(ActionError, match="not all of the modules can run in BF16, none does: out of memory"):
+        action.apply(1, {"layers": ["0", "1"]})
+    monkeypatch.undo()
+    assert controls.ran_high_precision(["1"]) == [False], "never switched"
+    model(x)
+    assert [layer.fp8 for layer in model] == [True, True]
+    assert context.high_precision == {}
+    assert not any(layer._forward_pre_hooks for layer in model)
+
+    applied = action.apply(1, {"layers": ["0", "1"]})
+    model(x).sum().backward()
+    fails_for_the_second("_bring_back")
+    with pytest.raises(ActionError, match="not all of the modules can run in FP8, none does: out of memory"):
+        action.revert(applied)
+    monkeypatch.undo()
+    model(x)
+    assert [layer.fp8 for layer in model] == [False, False]
+    assert list(context.high_precision.values()) == [["0", "1"]]
+    assert controls.scales(["0:input"]) == {"0:input": 1.0}, "as before the return"
+    action.revert(applied)
+    model(x)
+    assert [layer.fp8 for layer in model] == [True, True]

@@ -53,7 +53,10 @@ class TeControls:
             if high_precision and name not in self._away:
                 self._away[name] = Away(module, self._te, partial(self._pending.discard, name))
             elif not high_precision and name in self._away:
-                self._bring_back(name, module, self._away.pop(name))
+                self._bring_back(name, module, self._away[name])
+                del self._away[name]
+            else:
+                continue
             self._pending.add(name)
             # A weight cast before the switch must not be used after it (it is stale on a return during accumulation).
             getattr(module, "_fp8_workspaces", {}).clear()
@@ -118,8 +121,6 @@ class TeControls:
             getattr(module, "_fp8_workspaces", {}).clear()
 
     def _bring_back(self, name: str, module: Any, away: Away) -> None:
-        away.remove()
-        Once(module, partial(self._pending.discard, name))
         margin = self.margin() or 0.0
         for (forward, slot), amax in away.amax.items():
             key = "scaling_fwd" if forward else "scaling_bwd"
@@ -133,6 +134,8 @@ class TeControls:
             usable = torch.isfinite(fresh) & (amax > 0)
             scale[slot] = torch.where(usable, fresh, scale[slot])
             state.amax_history[-1, slot] = torch.where(usable, amax, state.amax_history[-1, slot])
+        away.remove()  # last: a module whose scales could not be made is away still
+        Once(module, partial(self._pending.discard, name))
 
     # --- finding things ---------------------------------------------------------------------------
 
