@@ -24,7 +24,6 @@ ranks, and when no command took more than five steps: `decided_steps` and `known
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import socket
@@ -35,7 +34,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from result_head import head
+from result_head import as_text, head
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "agreement"))
@@ -65,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     again = [play_all(steady[: chosen.repeat_only], chosen) for _ in range(chosen.repeat - 1)]
     found = report(rows, again, chosen)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+    chosen.out.write_text(as_text(found))
     tell(found)
     return 0 if found["passed"] == chosen.sequences + chosen.by_clock and not found["hardly_carried_out"] else 1
 

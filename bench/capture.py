@@ -41,7 +41,7 @@ import torch
 from capture_blocks import Times, alternate, block, ratio_of, typical
 from capture_cost import measure_cpu
 from capture_training import SHAPES, Torchao, Training, TransformerEngine
-from result_head import commit
+from result_head import as_text, commit
 
 BARS = {
     "gpu-bound": 1.005, "gpu-bound statistics": 1.02, "launch-bound": 1.02, "launch-bound statistics": 1.02,
@@ -333,7 +333,7 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
         "command": command, "rows": [row for row in old if row["name"] not in names] + rows,
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(as_text(report))
 
 
 if __name__ == "__main__":

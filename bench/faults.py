@@ -31,7 +31,7 @@ from typing import Any
 from fault_figures import BARS, figures, judge
 from fault_list import FAULTS, Fault
 from fault_scenes import Scene, endpoint, parts, scene, start_trainer
-from result_head import head, redis_version
+from result_head import as_text, head, redis_version
 
 from fp8watch.controller.stores.sqlite import SqliteStore
 from fp8watch.records import StepFrame
@@ -63,7 +63,7 @@ def main() -> int:
         print(json.dumps(known[name]), flush=True)
         report = head(redis=redis_version()) | {"bars": BARS, "rows": [known[key] for key in FAULTS if key in known]}
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps(report, indent=1) + "\n")
+        chosen.out.write_text(as_text(report))
     return 1 if any(row["pass"] is False for row in known.values()) else 0
 
 

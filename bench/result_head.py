@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import random
@@ -49,6 +50,13 @@ def redis_version() -> str:
         return ""
     said = subprocess.run([server, "--version"], capture_output=True, text=True, check=False).stdout
     return next((word.removeprefix("v=") for word in said.split() if word.startswith("v=")), "")
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The file's content, with a row on a line. Raises `ValueError` for a number that JSON does not know."""
+    fields = json.dumps({key: value for key, value in report.items() if key != "rows"}, indent=1, allow_nan=False)
+    rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in report["rows"])
+    return f'{fields[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 def interval(values: Sequence[float]) -> list[float]:

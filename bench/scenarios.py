@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from result_head import head
+from result_head import as_text, head
 
 from fp8watch.demo import result
 from fp8watch.demo.engines.choice import choose
@@ -304,7 +304,7 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
     if "transformer_engine" in sys.modules:
         report["versions"]["transformer_engine"] = sys.modules["transformer_engine"].__version__
         report["machine"]["gpu"] = torch.cuda.get_device_name()
-    out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    out.write_text(as_text(report))
 
 
 def _line(row: dict[str, Any]) -> str:
