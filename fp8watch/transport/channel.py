@@ -1,7 +1,7 @@
 """The training thread's side of the transport: queues messages and takes replies without waiting.
 
 `send`, `take` and `notes` only move objects between deques. Encoding and all system calls happen on the transport
-thread (`fp8watch.transport.link`).
+thread (`fp8watch.transport.link`), but for the one that wakes it (`fp8watch.transport.bell`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ class Channel:
         self._link: Link | None = None
         address, process = self._resolve(run, local_rank)
         if address is not None:
-            self._link = Link(
-                address=address, settings=settings, queue=self._queue, process=process, dropped_before=self._dropped
-            )
+            try:
+                self._link = Link(
+                    address=address, settings=settings, queue=self._queue, process=process, dropped_before=self._dropped
+                )
+            except OSError as error:
+                self._initial_notes.append(f"transport could not start ({error}); training goes on unwatched")
         forks.watch(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -108,9 +111,11 @@ class Channel:
         if self._is_closed or link is None or link.has_given_up:
             self._dropped["closed" if self._is_closed else "disconnected"] += 1
             return False
-        self._queue.put(message, "queue_full" if link.is_connected else "disconnected")
+        is_frame = self._queue.put(message, "queue_full" if link.is_connected else "disconnected")
         if not self._is_started:
             self._start()
+        elif not is_frame:
+            link.look_now()
         return True
 
     @property

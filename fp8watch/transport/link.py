@@ -23,6 +23,7 @@ from fp8watch import wire
 from fp8watch.errors import WireError
 from fp8watch.records import Goodbye, Message, Reply, StepFrame, Welcome
 from fp8watch.settings import Settings
+from fp8watch.transport.bell import Bell
 from fp8watch.transport.opening import Opening
 from fp8watch.transport.pending import as_message
 from fp8watch.transport.process import AgentProcess
@@ -31,8 +32,8 @@ from fp8watch.transport.rhythm import Rhythm
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.02
-"""Between two looks at what is left while closing."""
+CLOSING_RETRY_SECONDS = 0.02
+"""Between two tries to connect while closing."""
 PAUSE_SECONDS, SHORT_PAUSE_SECONDS = 0.001, 0.0001
 """Pauses after each message of a backlog; the short one is used when frames may be lost. A thread that releases the GIL
 for a system call takes it back before another thread has woken up. Without a pause, the training thread would wait for
@@ -46,6 +47,9 @@ ABSENT_SECONDS = 1.0
 FULL_SECONDS = 0.2
 """How long to wait for room in the socket before anything else is looked at."""
 READ_BYTES = 256 * 1024
+LAST_READS = 16
+"""Most reads of what the agent said before it stopped listening: many times what a socket holds. It may go on talking.
+"""
 
 
 class Link(threading.Thread):
@@ -60,7 +64,8 @@ class Link(threading.Thread):
         process: AgentProcess | None,
         dropped_before: Mapping[str, int] | None = None,
     ) -> None:
-        """`dropped_before`: messages that the training thread dropped before they reached the queue, by reason."""
+        """`dropped_before`: messages that the training thread dropped before they reached the queue, by reason. Raises
+        `OSError` when the process has no file descriptor left."""
         super().__init__(name="fp8watch-transport", daemon=True)
         self._address = address
         self._settings = settings
@@ -74,6 +79,7 @@ class Link(threading.Thread):
         self._current: Message | None = None
         self._pending = memoryview(b"")
         self._rhythm = Rhythm()
+        self._bell = Bell()
         self._stopping = threading.Event()
         self._deadline = 0.0
         self._warned: set[str] = set()
@@ -114,6 +120,12 @@ class Link(threading.Thread):
             deadline = min(deadline, time.monotonic() + ABSENT_SECONDS)
         self._deadline = deadline
         self._stopping.set()
+        self._bell.ring()
+
+    def look_now(self) -> None:
+        """Look into the queue at once. For messages that are waited for and are few: it costs the caller a system
+        call."""
+        self._bell.ring()
 
     def close_in_child(self) -> None:
         """Close the socket in a forked child. Takes no lock."""
@@ -149,7 +161,7 @@ class Link(threading.Thread):
                     "frames are held, then dropped and counted; still trying"
                 )
             if self._stopping.is_set():
-                time.sleep(IDLE_SECONDS)
+                time.sleep(CLOSING_RETRY_SECONDS)
             else:
                 self._stopping.wait(retry_seconds)
             retry_seconds = min(retry_seconds * 1.5, MAX_RETRY_SECONDS)
@@ -222,9 +234,8 @@ class Link(threading.Thread):
             return
         except OSError as error:
             logger.debug("connection to %s broke: %s", self._address, error)
-            with suppress(OSError):  # what the agent said last
-                while self._receive(connection):
-                    pass
+            with suppress(OSError):
+                self._receive_last(connection)
             self._disconnect()
 
     def _send(self, connection: socket.socket) -> None:
@@ -237,17 +248,22 @@ class Link(threading.Thread):
             self._pause()
 
     def _await(self, connection: socket.socket) -> bool:
-        """Wait. True: there is something to read, or the connection is closed."""
-        if self._pending:
-            seconds = IDLE_SECONDS if self._stopping.is_set() else FULL_SECONDS
-        elif self._preamble or self._queue:
-            seconds = 0.0
-        else:
-            seconds = IDLE_SECONDS if self._stopping.is_set() else self._rhythm.seconds()
+        """Wait for a reply, for room in the socket, for the bell, or until the next look. True: there is something to
+        read, or the connection is closed."""
         poller = select.poll()
         poller.register(connection, select.POLLIN | (select.POLLOUT if self._pending else 0))
-        events = poller.poll(seconds * 1000)
-        return bool(events) and events[0][1] != select.POLLOUT
+        poller.register(self._bell, select.POLLIN)
+        events = dict(poller.poll(1000 * self._seconds_to_wait()))
+        if events.pop(self._bell.fileno(), 0):
+            self._bell.quieten()
+        return any(event != select.POLLOUT for event in events.values())
+
+    def _seconds_to_wait(self) -> float:
+        if self._pending:
+            left = self._deadline - time.monotonic() if self._stopping.is_set() else FULL_SECONDS
+            return min(max(left, 0.0), FULL_SECONDS)
+        is_work_left = self._preamble or self._queue or self._stopping.is_set()
+        return 0.0 if is_work_left else self._rhythm.seconds()
 
     def _pause(self) -> None:
         """Let the training thread run between the messages of a backlog; returns at once after `stop`."""
@@ -293,6 +309,12 @@ class Link(threading.Thread):
             self._warn_once(f"agent at {self._address} does not speak fp8watch: {error}")
             return False
         return True
+
+    def _receive_last(self, connection: socket.socket) -> None:
+        """Read what the agent said before it closed the connection or stopped listening. Raises `OSError`."""
+        for _ in range(LAST_READS):
+            if not self._receive(connection):
+                return
 
     def _accept(self, body: bytes) -> None:
         try:

@@ -32,8 +32,9 @@ class OutgoingQueue:
         self.overflowed: Counter[str] = Counter()
         """Number of dropped messages, by the reason given to `put`; written by the producer only."""
 
-    def put(self, message: Outgoing, reason_when_full: str) -> None:
-        """Add a message. When there is no room, the oldest of its kind is dropped and counted. Producer side."""
+    def put(self, message: Outgoing, reason_when_full: str) -> bool:
+        """Add a message. When there is no room, the oldest of its kind is dropped and counted. Returns whether it is a
+        frame. Producer side."""
         is_frame = type(message) is PendingFrame or type(message) is StepFrame
         queue, limit = (self._frames, self._max_frames) if is_frame else (self._kept, MAX_KEPT)
         queue.append((next(self._sequence), message))
@@ -41,8 +42,9 @@ class OutgoingQueue:
             try:
                 queue.popleft()
             except IndexError:  # the consumer was quicker, so there is room now
-                return
+                break
             self.overflowed[reason_when_full] += 1
+        return is_frame
 
     def take(self) -> Outgoing | None:
         """The oldest message, None when there is none. Consumer side."""

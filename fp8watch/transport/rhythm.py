@@ -1,8 +1,8 @@
-"""When the transport thread looks into the queue: once a step, about when the next step is due.
+"""When the transport thread looks into the queue for frames: once a step, about when the next step is due.
 
 The queue is polled, because the training thread would have to release the GIL for a system call that wakes another
-thread. But each look takes the GIL from it, too, and on a launch-bound model that time is the step's: so a thread that
-looks 50 times a second takes more of it than all that it sends.
+thread (`fp8watch.transport.bell`). But each look takes the GIL from it, too, and on a launch-bound model that time is
+the step's: so a thread that looks 50 times a second takes more of it than all that it sends.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 LEAST_SECONDS = 0.02
-"""Between two looks, and about how long a message waits when it was expected."""
+"""Between two looks, and about how long a frame waits that was expected."""
 MOST_SECONDS = 0.25
-"""How long a message waits at most that was not."""
+"""How long a frame waits at most that was not, where a step takes longer than that; else about a step."""
 OVERDUE_SHARE = 0.25
 """Of the time by which a step is late, until the next look: training is evaluating, or has stopped."""
 RECENT = 5
@@ -46,5 +46,5 @@ class Rhythm:
             return LEAST_SECONDS
         # A bit early: else what was taken late once would be taken late always.
         left = self._taken_at + self._step_seconds - LEAST_SECONDS / 2 - self._clock()
-        wanted = left if left > 0 else OVERDUE_SHARE * -left
+        wanted = left if left > 0 else min(OVERDUE_SHARE * -left, self._step_seconds)
         return min(max(wanted, LEAST_SECONDS), MOST_SECONDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8watch.transport.rhythm import LEAST_SECONDS, MOST_SECONDS, Rhythm
 
@@ -62,9 +64,33 @@ def test_a_pause_neither_wakes_it_often_nor_makes_it_slow_afterwards() -> None:
     training = Training([0.1] * 50 + [60.0] + [0.1] * 50)
     training.run()
     in_pause = [at for at in training.looks if 7.0 < at < 64.0]
-    assert len(in_pause) <= 57.0 / MOST_SECONDS + 2
-    assert training.waits[50] <= MOST_SECONDS + 1e-9
-    assert max(training.waits[51:]) <= 1.5 * LEAST_SECONDS
+    assert len(in_pause) <= 57.0 / 0.1 + 2, "no more often than in training"
+    assert max(training.waits[50:]) <= 0.1 + 1e-9, "no longer than a step"
+    assert max(training.waits[60:]) <= 1.5 * LEAST_SECONDS
+
+
+def test_in_a_pause_between_long_steps_it_rests() -> None:
+    training = Training([4.0] * 10 + [60.0])
+    training.run()
+    in_pause = [at for at in training.looks if 50.0 < at < 99.0]
+    assert len(in_pause) <= 49.0 / MOST_SECONDS + 2
+
+
+def test_short_steps_after_a_pause_do_not_pile_up() -> None:
+    training = Training(([0.005] * 50 + [10.0]) * 4)
+    training.run()
+    assert max(training.waits) <= LEAST_SECONDS + 1e-9
+
+
+@given(st.lists(st.tuples(st.floats(), st.floats(0.0, 1e9)), max_size=30))
+def test_whatever_the_frames_say_it_looks_again_soon(frames: list[tuple[float, float]]) -> None:
+    """Clocks that jump, stand still, or make no sense: an exception here would end the transport."""
+    now = [0.0]
+    rhythm = Rhythm(lambda: now[0])
+    for made_at, seconds in frames:
+        rhythm.took(made_at)
+        now[0] += seconds
+        assert LEAST_SECONDS <= rhythm.seconds() <= MOST_SECONDS
 
 
 def test_a_clock_that_is_set_back_is_no_step() -> None:
