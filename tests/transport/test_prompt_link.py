@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
 import socket
 import threading
 import time
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fp8watch import wire
@@ -153,6 +156,24 @@ def test_what_is_waited_for_leaves_at_once(listener: Listener, channel: Channel,
     assert seconds < 3 * MOST_SECONDS
 
 
+def test_a_frame_leaves_before_the_answer_that_follows_it(listener: Listener, channel: Channel) -> None:
+    train_slowly(channel, listener)
+    channel.send(step_frame(4))
+    channel.send(RESULT)
+    assert listener.read_until(lambda message: message == RESULT) == [step_frame(4), RESULT]
+
+
+def test_answers_of_a_time_without_agent_reach_the_next_one(listener: Listener, channel: Channel) -> None:
+    train_slowly(channel, listener)
+    listener.peer.close()
+    until(lambda: not channel.is_connected)
+    for message in AWAITED[:3]:
+        channel.send(message)
+    listener.accept()
+    read = listener.read_until(lambda message: message == AWAITED[2])
+    assert read == [msgspec.structs.replace(HELLO, step=3), *AWAITED[:3]]
+
+
 def test_close_does_not_wait_for_the_next_look(listener: Listener) -> None:
     seconds = 0.0
     for _ in range(6):
@@ -163,6 +184,19 @@ def test_close_does_not_wait_for_the_next_look(listener: Listener) -> None:
         seconds += seconds_of(lambda: channel.close(5.0))  # noqa: B023
         agent.join()
     assert seconds < 3 * MOST_SECONDS
+
+
+def test_close_ends_in_time_when_the_socket_is_full(listener: Listener, channel: Channel) -> None:
+    channel.set_preamble([HELLO])
+    listener.accept()
+    for step in range(1, 4):
+        channel.send(step_frame(step, BIG))
+    until(lambda: len(channel._queue) == 2)
+    assert seconds_of(lambda: channel.close(0.3)) < 0.3 + 0.5
+    link = channel._link
+    assert link is not None
+    link.join(10.0)
+    assert not link.is_alive()
 
 
 @pytest.mark.parametrize("state", ["idle", "socket full", "agent writes no more", "agent reads no more", "absent"])
@@ -229,6 +263,17 @@ def test_an_agent_that_talks_without_listening_is_left(tmp_path: Path) -> None:
     assert len(link.inbox) == chatterbox.num_reads
 
 
+def test_a_message_cut_off_by_the_agents_death_is_sent_again_whole(listener: Listener, channel: Channel) -> None:
+    train_slowly(channel, listener)
+    channel.send(step_frame(4, BIG))
+    assert listener.peer.recv(1000)
+    listener.peer.close()
+    listener.accept()
+    read = listener.read_until(lambda message: isinstance(message, StepFrame))
+    assert read == [msgspec.structs.replace(HELLO, step=3), step_frame(4, BIG)]
+    assert channel.dropped == {}
+
+
 def test_a_child_forked_while_the_thread_waits_disturbs_nobody(listener: Listener, channel: Channel) -> None:
     train_slowly(channel, listener)
     pid = os.fork()
@@ -245,3 +290,40 @@ def test_a_child_forked_while_the_thread_waits_disturbs_nobody(listener: Listene
     channel.close(5.0)
     agent.join(10.0)
     assert not agent.is_alive()
+
+
+def test_no_descriptor_is_left_behind(listener: Listener) -> None:
+    def count() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(5):
+        channel = channel_to(listener)
+        train_slowly(channel, listener)
+        agent = listener.read_to_the_end()
+        channel.close(5.0)
+        agent.join()
+        link = channel._link
+        assert link is not None
+        link.join()
+        del channel, link
+    assert count() == before
+
+
+def test_training_goes_on_when_no_descriptor_is_left(listener: Listener) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        channel = channel_to(listener)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    channel.set_preamble([HELLO])
+    assert not channel.send(step_frame(1))
+    assert channel.dropped == {"disconnected": 1}
+    assert not channel.is_watched
+    (note,) = channel.notes()
+    assert "training goes on unwatched" in note
+    channel.close(1.0)
