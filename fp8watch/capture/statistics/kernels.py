@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8watch.capture.statistics import fused_items
+from fp8watch.capture.statistics import fused_items, tally
 from fp8watch.capture.statistics.fused_items import ADJACENT
 from fp8watch.formats import Fp8Format
 
@@ -76,34 +76,6 @@ def four_over(scale, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
     return inverse
 
 
-@triton.jit
-def is_finite(x):  # type: ignore[no-untyped-def]
-    """Not NaN, nor infinite."""
-    # NaN is not less either. Compared with the largest number, because LLVM makes three instructions of infinity.
-    return tl.abs(x) <= 3.4028234663852886e38
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def tally(  # type: ignore[no-untyped-def]
-    x, scaled, code, inverse, FP8_MAX: tl.constexpr, ZEROS_STAY: tl.constexpr = False
-):  # fmt: skip
-    """Per element: saturated, not zero before, not zero before and after, not finite, squared error, square (float32).
-
-    `scaled`: `x` times the scale; `code`: the value of its code; `inverse`: of the scale. As float32 a count takes two
-    instructions, one less than as int32, and is exact up to 2^24.
-    A scale that is NaN or infinite makes NaN of zeros, and of what lanes past a tensor's end have in place of elements.
-    ZEROS_STAY: the scale is finite and `code` made with it, or the caller corrects the third count.
-    """
-    saturated = (tl.abs(scaled) > FP8_MAX).to(tl.float32)
-    before = tl.where(x != 0.0, 1.0, 0.0)
-    after = tl.where(code != 0.0, 1.0, 0.0)
-    if not ZEROS_STAY:
-        after *= before
-    nonfinite = (~is_finite(x)).to(tl.float32)
-    difference = (scaled - code) * inverse
-    return saturated, before, after, nonfinite, difference * difference, x * x
-
-
 @triton.jit(do_not_specialize=["first", "programs"])  # type: ignore[untyped-decorator]
 def _count_kernel(  # type: ignore[no-untyped-def]
     table, counts, sums, first, programs,
@@ -143,12 +115,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
         if MODE == 2:
             scales = tl.multiple_of(scales, ALIGNMENT)
 
-    saturated = tl.zeros([UNITS], tl.float32)
-    before = tl.zeros([UNITS], tl.float32)
-    after = tl.zeros([UNITS], tl.float32)
-    nonfinite = tl.zeros([UNITS], tl.float32)
-    error = tl.zeros([UNITS], tl.float32)
-    square = tl.zeros([UNITS], tl.float32)
+    saturated, before, after, nonfinite, error, square = tally.nothing(UNITS)
     amax = tl.zeros([UNITS], tl.float32)
     while start < numel:
         # By unit, all of which end with the tensor or before: a mask by element would take a load for every element.
@@ -167,12 +134,12 @@ def _count_kernel(  # type: ignore[no-untyped-def]
             code = byte.to(CODES, bitcast=True).to(tl.float32)
         else:
             code = rounded(scaled, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
-        s, b, a, n, e, q = tally(x, scaled, code, inverse, FP8_MAX, CORRECTS)
+        s, b, a, n, e, q = tally.tally(x, scaled, code, inverse, FP8_MAX, CORRECTS)
         saturated += tl.sum(s, 1)
         before += tl.sum(b, 1)
         nonfinite += tl.sum(n, 1)
         if CORRECTS and MODE == 1:
-            after += tl.where(is_finite(tl.reshape(scale, [UNITS])), tl.sum(a, 1), tl.sum(b, 1))
+            after += tally.kept(tl.reshape(scale, [UNITS]), tl.sum(a, 1), tl.sum(b, 1))
         else:
             after += tl.sum(a, 1)
         if MODE != 0:
@@ -180,8 +147,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
         else:
             error += tl.sum(e, 1)
         square += tl.sum(q, 1)
-        largest = tl.max(tl.abs(x), 1)  # not NaN, unless all are
-        amax = tl.maximum(amax, tl.where(largest != largest, 0.0, largest))
+        amax = tl.maximum(amax, tally.largest(x, 1))
         start += step
         if MODE != 0:
             line += step_lines
@@ -190,12 +156,12 @@ def _count_kernel(  # type: ignore[no-untyped-def]
             line += is_over.to(tl.int32)
             column = tl.multiple_of(tl.where(is_over, column - length, column), [EACH, EACH])
     if CORRECTS and MODE == 0:
-        after = tl.where(is_finite(scale), after, before)
+        after = tally.kept(scale, after, before)
     place = tensor * programs + program
-    tl.store(counts + place * 4, tl.sum(saturated.to(tl.int32), 0).to(tl.int64))
-    tl.store(counts + place * 4 + 1, tl.sum(before.to(tl.int32), 0).to(tl.int64))
-    tl.store(counts + place * 4 + 2, tl.sum(after.to(tl.int32), 0).to(tl.int64))
-    tl.store(counts + place * 4 + 3, tl.sum(nonfinite.to(tl.int32), 0).to(tl.int64))
+    tl.store(counts + place * 4, tally.total(saturated, 0).to(tl.int64))
+    tl.store(counts + place * 4 + 1, tally.total(before, 0).to(tl.int64))
+    tl.store(counts + place * 4 + 2, tally.total(after, 0).to(tl.int64))
+    tl.store(counts + place * 4 + 3, tally.total(nonfinite, 0).to(tl.int64))
     tl.store(sums + place * 3, tl.sum(error, 0))
     tl.store(sums + place * 3 + 1, tl.sum(square, 0))
     tl.store(sums + place * 3 + 2, tl.max(amax, 0))

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8watch.capture.statistics import fused_items, kernels
+from fp8watch.capture.statistics import fused_items, kernels, tally
 from fp8watch.formats import E4M3, Fp8Format
 from fp8watch.what_if import CANDIDATES
 
@@ -33,22 +33,20 @@ _COUNTS, _SUMS = 1 + 2 * len(CANDIDATES), 1 + len(CANDIDATES)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lost(  # type: ignore[no-untyped-def]
-    x, before, scale, inverse,
+    x, scale, inverse,
     CODES: tl.constexpr, FP8_MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, MAGIC: tl.constexpr, HAS_FP8: tl.constexpr,
     ZEROS_STAY: tl.constexpr = True,
 ):  # fmt: skip
     """Saturated, not zero before and after, squared error of one cast of x [.., .., each], added up over the last axis.
 
-    `before`: whether x is not zero. All float32, and ZEROS_STAY, as in `kernels.tally`.
+    All float32, and ZEROS_STAY, as in `tally.tally`.
     """
     scaled = x * scale
     code = kernels.rounded(scaled, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
-    difference = (scaled - code) * inverse
-    saturated = (tl.abs(scaled) > FP8_MAX).to(tl.float32)
-    after = tl.where(code != 0.0, 1.0, 0.0)
-    if not ZEROS_STAY:
-        after *= before
-    return tl.sum(saturated, 2), tl.sum(after, 2), tl.sum(difference * difference, 2)
+    # Before the counts, because the compiler keeps this order; that `tally` has it again costs nothing.
+    error = tally.deviation(scaled, code, inverse)
+    saturated, _, after, _, _, _ = tally.tally(x, scaled, code, inverse, FP8_MAX, ZEROS_STAY)
+    return tl.sum(saturated, 2), tl.sum(after, 2), tl.sum(error * error, 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,6 +60,13 @@ def _tile_scale(amax, TILES: tl.constexpr, EACH: tl.constexpr):  # type: ignore[
     power = tl.where(is_use, power, 127)
     power = tl.reshape(tl.broadcast_to(power[:, :, None], [TILES, 4, 32 // EACH]), [TILES, 128 // EACH])[:, :, None]
     return (power << 23).to(tl.float32, bitcast=True), ((254 - power) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _zeros(TILES: tl.constexpr, UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One kind of counter [TILES, UNITS] for each candidate, before the first element."""
+    none = tl.zeros([TILES, UNITS], tl.float32)
+    return none, none, none, none, none
 
 
 @triton.jit(do_not_specialize=["first", "programs"])  # type: ignore[untyped-decorator]
@@ -103,22 +108,10 @@ def _what_if_kernel(  # type: ignore[no-untyped-def]
     a_row = a_row.to(tl.int32)
 
     before = tl.zeros([TILES, UNITS], tl.float32)
-    saturated_1 = tl.zeros([TILES, UNITS], tl.float32)
-    saturated_2 = tl.zeros([TILES, UNITS], tl.float32)
-    saturated_3 = tl.zeros([TILES, UNITS], tl.float32)
-    saturated_4 = tl.zeros([TILES, UNITS], tl.float32)
-    saturated_5 = tl.zeros([TILES, UNITS], tl.float32)
-    after_1 = tl.zeros([TILES, UNITS], tl.float32)
-    after_2 = tl.zeros([TILES, UNITS], tl.float32)
-    after_3 = tl.zeros([TILES, UNITS], tl.float32)
-    after_4 = tl.zeros([TILES, UNITS], tl.float32)
-    after_5 = tl.zeros([TILES, UNITS], tl.float32)
+    saturated_1, saturated_2, saturated_3, saturated_4, saturated_5 = _zeros(TILES, UNITS)
+    after_1, after_2, after_3, after_4, after_5 = _zeros(TILES, UNITS)
     square = tl.zeros([TILES, UNITS], tl.float32)
-    error_1 = tl.zeros([TILES, UNITS], tl.float32)
-    error_2 = tl.zeros([TILES, UNITS], tl.float32)
-    error_3 = tl.zeros([TILES, UNITS], tl.float32)
-    error_4 = tl.zeros([TILES, UNITS], tl.float32)
-    error_5 = tl.zeros([TILES, UNITS], tl.float32)
+    error_1, error_2, error_3, error_4, error_5 = _zeros(TILES, UNITS)
     while start < tiles:
         tile = first_tile + tl.arange(0, TILES)[:, None]
         below = (tile.to(tl.uint32) // a_row.to(tl.uint32)).to(tl.int32)
@@ -135,37 +128,35 @@ def _what_if_kernel(  # type: ignore[no-untyped-def]
         if MODE != 0:
             quarter_inverse = kernels.four_over(scale, HAS_FP8)
             half_inverse = quarter_inverse * 0.5
-        not_zero = tl.where(x != 0.0, 1.0, 0.0)
-        b = tl.sum(not_zero, 2)
+        b = tl.sum(tally.not_zero(x), 2)
         before += b
         square += tl.sum(x * x, 2)
         s, a, e = _lost(
-            x, not_zero, scale * 0.5, half_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8, MODE != 2
+            x, scale * 0.5, half_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8, MODE != 2
         )  # fmt: skip
         saturated_1 += s
-        after_1 += tl.where(kernels.is_finite(tl.reshape(scale, [TILES, UNITS])), a, b) if MODE == 1 else a
+        after_1 += tally.kept(tl.reshape(scale, [TILES, UNITS]), a, b) if MODE == 1 else a
         error_1 += e
         s, a, e = _lost(
-            x, not_zero, scale * 0.25, quarter_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8, MODE != 2
+            x, scale * 0.25, quarter_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8, MODE != 2
         )  # fmt: skip
         saturated_2 += s
-        after_2 += tl.where(kernels.is_finite(tl.reshape(scale, [TILES, UNITS])), a, b) if MODE == 1 else a
+        after_2 += tally.kept(tl.reshape(scale, [TILES, UNITS]), a, b) if MODE == 1 else a
         error_2 += e
-        s, a, e = _lost(x, not_zero, own, own_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
+        s, a, e = _lost(x, own, own_inverse, CODES, FP8_MAX, MIN_NORMAL, MAGIC, HAS_FP8)
         saturated_3 += s
         after_3 += a
         error_3 += e
-        largest = tl.max(tl.abs(x), 2)  # not NaN, unless all are
-        largest = tl.where(largest != largest, 0.0, largest)
+        largest = tally.largest(x, 2)
         short = tl.max(tl.reshape(largest, [TILES, 4, UNITS // 4]), 2)
         long = tl.max(short, 1)[:, None]
         tile_scale, tile_inverse = _tile_scale(long, TILES, EACH)
-        s, a, e = _lost(x, not_zero, tile_scale, tile_inverse, E4M3, E4M3_MAX, E4M3_MIN_NORMAL, E4M3_MAGIC, HAS_FP8)
+        s, a, e = _lost(x, tile_scale, tile_inverse, E4M3, E4M3_MAX, E4M3_MIN_NORMAL, E4M3_MAGIC, HAS_FP8)
         saturated_4 += s
         after_4 += a
         error_4 += e
         tile_scale, tile_inverse = _tile_scale(short, TILES, EACH)
-        s, a, e = _lost(x, not_zero, tile_scale, tile_inverse, E4M3, E4M3_MAX, E4M3_MIN_NORMAL, E4M3_MAGIC, HAS_FP8)
+        s, a, e = _lost(x, tile_scale, tile_inverse, E4M3, E4M3_MAX, E4M3_MIN_NORMAL, E4M3_MAGIC, HAS_FP8)
         saturated_5 += s
         after_5 += a
         error_5 += e
@@ -176,21 +167,21 @@ def _what_if_kernel(  # type: ignore[no-untyped-def]
             first_line += 1
             first_tile -= a_row
 
-    if MODE == 0:  # as in `kernels`: nothing becomes zero by a scale that is not finite
-        after_1 = tl.where(kernels.is_finite(scale), after_1, before)
-        after_2 = tl.where(kernels.is_finite(scale), after_2, before)
+    if MODE == 0:  # at the end, where it costs less
+        after_1 = tally.kept(scale, after_1, before)
+        after_2 = tally.kept(scale, after_2, before)
     to = counts + (tensor * programs + program) * 11
-    tl.store(to, tl.sum(before.to(tl.int32)).to(tl.int64))
-    tl.store(to + 1, tl.sum(saturated_1.to(tl.int32)).to(tl.int64))
-    tl.store(to + 2, tl.sum(saturated_2.to(tl.int32)).to(tl.int64))
-    tl.store(to + 3, tl.sum(saturated_3.to(tl.int32)).to(tl.int64))
-    tl.store(to + 4, tl.sum(saturated_4.to(tl.int32)).to(tl.int64))
-    tl.store(to + 5, tl.sum(saturated_5.to(tl.int32)).to(tl.int64))
-    tl.store(to + 6, tl.sum(after_1.to(tl.int32)).to(tl.int64))
-    tl.store(to + 7, tl.sum(after_2.to(tl.int32)).to(tl.int64))
-    tl.store(to + 8, tl.sum(after_3.to(tl.int32)).to(tl.int64))
-    tl.store(to + 9, tl.sum(after_4.to(tl.int32)).to(tl.int64))
-    tl.store(to + 10, tl.sum(after_5.to(tl.int32)).to(tl.int64))
+    tl.store(to, tally.total(before, None).to(tl.int64))
+    tl.store(to + 1, tally.total(saturated_1, None).to(tl.int64))
+    tl.store(to + 2, tally.total(saturated_2, None).to(tl.int64))
+    tl.store(to + 3, tally.total(saturated_3, None).to(tl.int64))
+    tl.store(to + 4, tally.total(saturated_4, None).to(tl.int64))
+    tl.store(to + 5, tally.total(saturated_5, None).to(tl.int64))
+    tl.store(to + 6, tally.total(after_1, None).to(tl.int64))
+    tl.store(to + 7, tally.total(after_2, None).to(tl.int64))
+    tl.store(to + 8, tally.total(after_3, None).to(tl.int64))
+    tl.store(to + 9, tally.total(after_4, None).to(tl.int64))
+    tl.store(to + 10, tally.total(after_5, None).to(tl.int64))
     to = sums + (tensor * programs + program) * 6
     tl.store(to, tl.sum(square))
     tl.store(to + 1, tl.sum(error_1))

@@ -1,8 +1,8 @@
 """Counts one cast when it happens, on a GPU: one launch, no table, no copy, nothing allocated on the host.
 
 Each program of a launch adds to its own place in the buffers, so micro-batches add up without atomics and the result
-is reproducible. Importing this needs Triton. The counts per element are `fp8watch.capture.statistics.kernels.tally`,
-as in the kernel that counts many tensors in one launch; here tensors come one by one and are soon freed.
+is reproducible. Importing this needs Triton. Elements count as `fp8watch.capture.statistics.tally` says, as in the
+kernel that counts many tensors in one launch; here tensors come one by one and are soon freed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES, tally
+from fp8watch.capture.statistics import tally
+from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES
 from fp8watch.capture.te.cast_launch import ALIGNMENT, LARGE
 from fp8watch.capture.te.cast_rows import CastRow
 from fp8watch.capture.triton_launch import Shortcut, is_hooked, shortcut
@@ -50,20 +51,23 @@ def scale_of(inverse):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _of_block(x, code, scale, inverse, FP8_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tallies of elements [threads, each], added up by thread."""
-    s, b, a, n, e, q = tally(x, x * scale, code, inverse, FP8_MAX)
-    return tl.sum(s, 1), tl.sum(b, 1), tl.sum(a, 1), tl.sum(n, 1), tl.sum(e, 1), tl.sum(q, 1)
+def _counted(  # type: ignore[no-untyped-def]
+    saturated, before, after, nonfinite, error, square, x, code, scale, inverse, FP8_MAX: tl.constexpr
+):  # fmt: skip
+    """The counters [threads] after elements `x` [threads, each], whose codes have the values `code`."""
+    s, b, a, n, e, q = tally.tally(x, x * scale, code, inverse, FP8_MAX)
+    s, b, a, n, e, q = tl.sum(s, 1), tl.sum(b, 1), tl.sum(a, 1), tl.sum(n, 1), tl.sum(e, 1), tl.sum(q, 1)
+    return saturated + s, before + b, after + a, nonfinite + n, error + e, square + q
 
 
 @triton.jit
 def add_to_totals(counts, sums, program, saturated, before, after, nonfinite, error, square):  # type: ignore[no-untyped-def]
     """Add a program's counters, one of each a thread (float32), to its place in a row."""
     place = counts + program * 4
-    tl.store(place, tl.load(place) + tl.sum(saturated.to(tl.int32), 0))
-    tl.store(place + 1, tl.load(place + 1) + tl.sum(before.to(tl.int32), 0))
-    tl.store(place + 2, tl.load(place + 2) + tl.sum(after.to(tl.int32), 0))
-    tl.store(place + 3, tl.load(place + 3) + tl.sum(nonfinite.to(tl.int32), 0))
+    tl.store(place, tl.load(place) + tally.total(saturated, 0))
+    tl.store(place + 1, tl.load(place + 1) + tally.total(before, 0))
+    tl.store(place + 2, tl.load(place + 2) + tally.total(after, 0))
+    tl.store(place + 3, tl.load(place + 3) + tally.total(nonfinite, 0))
     place = sums + program * 2
     tl.store(place, tl.load(place) + tl.sum(error, 0))
     tl.store(place + 1, tl.load(place + 1) + tl.sum(square, 0))
@@ -83,37 +87,22 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         return
     inverse = tl.load(inverse_at)
     scale = scale_of(inverse)
-    # One counter a thread, not one an element: registers are what limits the number of loads in flight. As float32, in
-    # which a count takes fewer instructions and is exact up to 2^24: that many elements a thread are 10^12 of a tensor.
-    saturated = tl.zeros([THREADS], tl.float32)
-    before = tl.zeros([THREADS], tl.float32)
-    after = tl.zeros([THREADS], tl.float32)
-    nonfinite = tl.zeros([THREADS], tl.float32)
-    error = tl.zeros([THREADS], tl.float32)
-    square = tl.zeros([THREADS], tl.float32)
+    saturated, before, after, nonfinite, error, square = tally.nothing(THREADS)
     within = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     while start + BLOCK <= numel:  # without a mask, which would take one load for every element
         x = tl.load(source + start + within).to(tl.float32)
         code = tl.load(codes + start + within).to(CODES, bitcast=True).to(tl.float32)
-        s, b, a, n, e, q = _of_block(x, code, scale, inverse, FP8_MAX)
-        saturated += s
-        before += b
-        after += a
-        nonfinite += n
-        error += e
-        square += q
+        saturated, before, after, nonfinite, error, square = _counted(
+            saturated, before, after, nonfinite, error, square, x, code, scale, inverse, FP8_MAX
+        )  # fmt: skip
         start += PROGRAMS * BLOCK
     if start < numel:
         inside = start + within < numel
         x = tl.load(source + start + within, mask=inside, other=0.0).to(tl.float32)
         code = tl.load(codes + start + within, mask=inside, other=0).to(CODES, bitcast=True).to(tl.float32)
-        s, b, a, n, e, q = _of_block(x, code, scale, inverse, FP8_MAX)
-        saturated += s
-        before += b
-        after += a
-        nonfinite += n
-        error += e
-        square += q
+        saturated, before, after, nonfinite, error, square = _counted(
+            saturated, before, after, nonfinite, error, square, x, code, scale, inverse, FP8_MAX
+        )  # fmt: skip
     add_to_totals(counts, sums, program, saturated, before, after, nonfinite, error, square)
 
 

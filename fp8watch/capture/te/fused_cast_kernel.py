@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES, tally
+from fp8watch.capture.statistics import tally
+from fp8watch.capture.statistics.kernels import CODES_OF, SOURCES
 from fp8watch.capture.te.cast_kernel import EACH, PROGRAMS, THREADS, add_to_totals, scale_of
 from fp8watch.formats import Fp8Format
 
@@ -86,12 +87,7 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
         return
     inverse = tl.load(inverse_at)
     scale = scale_of(inverse)
-    saturated = tl.zeros([THREADS], tl.float32)
-    before = tl.zeros([THREADS], tl.float32)
-    after = tl.zeros([THREADS], tl.float32)
-    nonfinite = tl.zeros([THREADS], tl.float32)
-    error = tl.zeros([THREADS], tl.float32)
-    square = tl.zeros([THREADS], tl.float32)
+    saturated, before, after, nonfinite, error, square = tally.nothing(THREADS)
     each = tl.arange(0, EACH)[None, :]
     while start < numel:
         unit = (start + tl.arange(0, THREADS) * EACH)[:, None]
@@ -127,7 +123,7 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
         # Outside, `x` may be anything: beyond the last element a norm's row has no mean.
         x = tl.where(inside, x, 0.0)
         code = tl.load(codes + unit + each, mask=inside, other=0).to(CODES, bitcast=True).to(tl.float32)
-        s, b, a, n, e, q = tally(x, x * scale, code, inverse, FP8_MAX)
+        s, b, a, n, e, q = tally.tally(x, x * scale, code, inverse, FP8_MAX)
         saturated += tl.sum(s, 1)
         before += tl.sum(b, 1)
         after += tl.sum(a, 1)
