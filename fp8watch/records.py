@@ -257,6 +257,9 @@ class CheckpointRecord(Record, frozen=True, kw_only=True, tag="checkpoint"):
     samples: Count = 0
     """Samples consumed before it."""
     time_unix: Unix = 0.0
+    incident_onset: Whole | None = None
+    """Onset of the incident for which the controller will not call it good: it was saved inside, or has the onset
+    within its healthy steps."""
 
 
 class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):

@@ -29,6 +29,7 @@ from fp8watch.policy import events
 from fp8watch.policy.decide import decide
 from fp8watch.policy.schema import Policy
 from fp8watch.policy.state import Decision, PolicyState, without_waiting
+from fp8watch.policy.unresolved import why_unresolved
 from fp8watch.policy.view import View
 from fp8watch.records import (
     ActionRecord,
@@ -198,12 +199,15 @@ class RunPilot:
 
     def nobody_left(self) -> None:
         """All ranks are gone: what waits for a person has no run to be done in."""
-        waiting = [track.action_id for track in self._state.tracks if track.phase == "waiting"]
-        for action_id in waiting:
-            self._trace.expired(action_id, "the run ended before anybody answered")
-        self._log.expire(waiting, "the run ended before anybody answered")
+        self._nobody_answers("the run ended before anybody answered")
         self._state = without_waiting(self._state)
         self._collect()
+
+    def _nobody_answers(self, why: str) -> None:
+        waiting = [track.action_id for track in self._state.tracks if track.phase == "waiting"]
+        for action_id in waiting:
+            self._trace.expired(action_id, why)
+        self._log.expire(waiting, why)
 
     def held_by(self) -> tuple[int | None, list[int | None]]:
         """The oldest step that waits for frames (None: none does), and the ranks it waits for (`Merger.held_by`)."""
@@ -261,7 +265,8 @@ class RunPilot:
             known = {self._prefix + incident.id for incident in self.open_incidents()}
             self._evidence = {name: finding for name, finding in self._evidence.items() if name in known}
         view = self._view()
-        for record in self._ledger.passed(sample.step, view.troubles):
+        why = lambda incident: why_unresolved(self.policy, self._state, view, incident)  # noqa: E731
+        for record in self._ledger.passed(sample.step, view.troubles, why):
             self._label(record)
         self._conclude()
         self._decide()
@@ -331,10 +336,7 @@ class RunPilot:
         self._closer.rewind()
         self._evidence.clear()
         self._quiet_until_seen = self.seen + QUIET_STEPS
-        waiting = [track.action_id for track in self._state.tracks if track.phase == "waiting"]
-        for action_id in waiting:
-            self._trace.expired(action_id, f"attempt {hello.attempt} began before anybody answered")
-        self._log.expire(waiting, f"attempt {hello.attempt} began before anybody answered")
+        self._nobody_answers(f"attempt {hello.attempt} began before anybody answered")
         self._state = events.rolled_back(self._state)
         onset = rollback.params.get("onset_step", hello.step + 1) if rollback is not None else hello.step + 1
         for record in self._ledger.rolled_back(hello.step, int(onset), hello.attempt):
@@ -384,9 +386,6 @@ class RunPilot:
         self.records += [*self._trace.taken(), *self._log.changed()]
 
     def _restore(self, restored: tuple[Stored, ...], hello: Hello, *, is_same_process: bool) -> None:
-        for record in restored:
-            if isinstance(record, CheckpointRecord):
-                self._ledger.add(record)
         progress = restore_detectors(
             self.progress(), restored, hello, is_same_process=is_same_process,
             pipeline=self._pipeline, merger=self._merger, history=self._history,
@@ -397,4 +396,8 @@ class RunPilot:
         self._state = self._log.restore(
             self._state, restored, policy=self.policy, is_same_process=is_same_process,
             reached=self.step, seen=self.seen,
+        )  # fmt: skip
+        self._ledger.remember(
+            restored, step=max(self.step, hello.step), attempt=hello.attempt, is_same_process=is_same_process,
+            has_detectors=self.seen > 0,
         )  # fmt: skip

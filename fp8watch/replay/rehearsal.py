@@ -19,6 +19,7 @@ from fp8watch.policy.decide import decide
 from fp8watch.policy.outcome import PRECISION, overlaps
 from fp8watch.policy.schema import Policy
 from fp8watch.policy.state import Decision, PolicyState
+from fp8watch.policy.unresolved import why_unresolved
 from fp8watch.policy.view import Trouble, View
 from fp8watch.records import CheckpointRecord
 from fp8watch.replay.recording import Facts, Seen
@@ -81,7 +82,7 @@ class Rehearsal:
         for record in self._saved(sample):
             self._ledger.add(record)
         if troubles or self._ledger.has_unsettled:
-            self._ledger.passed(sample.step, troubles)
+            self._ledger.passed(sample.step, troubles, lambda incident: self._why_unresolved(sample, incident))
         self._given_up &= {item.incident for item in troubles}
         if not troubles and self._is_idle():
             return []
@@ -138,15 +139,16 @@ class Rehearsal:
         self._saved_at = sample.step
         step = sample.step // every * every
         if len(self._ledger.records()) > 2 * KEPT_CHECKPOINTS:
-            kept, self._ledger = self._ledger.records()[-KEPT_CHECKPOINTS:], Ledger(self._policy.healthy_steps)
-            for record in kept:
-                self._ledger.add(record)
+            self._ledger.keep_newest(KEPT_CHECKPOINTS)
         return [
             CheckpointRecord(
                 run=self._run, attempt=self._attempt, checkpoint=f"assumed-{self._attempt}-{step}", step=step,
                 path="assumed", label="candidate", has_data_position=True,
             )
         ]  # fmt: skip
+
+    def _why_unresolved(self, sample: Sample, incident: str) -> str | None:
+        return why_unresolved(self._policy, self._state, self._view(sample, ()), incident)
 
     def _where_checkpoints_come_from(self) -> str:
         if self._checkpoint_every:
