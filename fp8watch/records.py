@@ -338,6 +338,13 @@ class ActionRecord(Record, frozen=True, kw_only=True, tag="action"):
     """The person who approved or refused it."""
     start: Start = ""
     """`Hello.start` of the processes for which it was decided."""
+    also: list[str] = []
+    """Other incidents for which the same question was asked, and to which its answer and its effect belong too."""
+
+    @property
+    def incidents(self) -> list[str]:
+        """All incidents that it is about, the one that it was decided for first."""
+        return [self.incident, *self.also]
 
 
 class DetectorState(Record, frozen=True, kw_only=True, tag="detectors"):

@@ -32,7 +32,8 @@ def list_incidents(
         for finding in store.read(found.record.run, Finding):
             grouped[finding.incident or finding.id].append(finding)
         for action in store.read(found.record.run, ActionRecord):
-            answers[action.incident].append(action)
+            for incident in action.incidents:
+                answers[incident].append(action)
     if as_json:
         print_json(
             [

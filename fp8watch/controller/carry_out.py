@@ -55,10 +55,14 @@ class ActionLog:
     def take(self, decision: Decision, view: View, start: str = "") -> None:
         """Record a decision. `start`: the training processes that it is for (`Hello.start`)."""
         known = self._actions.get(decision.action_id)
+        if decision.kind == "join":
+            if known is not None:
+                self._joined(known, decision)
+            return
         if decision.kind == "verdict":
             # An action undone for lack of effect stays "no_effect"; this reason is appended to that of the decision.
             if known is not None:
-                self._put(known, outcome=decision.outcome, reason=join(known.reason, decision.reason))
+                self._judged(known, decision)
             return
         if decision.kind == "revert":
             if known is not None:
@@ -94,6 +98,21 @@ class ActionLog:
         self._changed[decision.action_id] = None
         if is_standing:
             self._standing = decision.action_id
+
+    def _joined(self, known: ActionRecord, decision: Decision) -> None:
+        """Another incident shares its question. The answer is in the record already when it is shared."""
+        trouble = decision.trouble
+        if trouble is not None and trouble.incident not in known.incidents:
+            more = f"also for {trouble.incident} ({trouble.detector} since step {trouble.onset_step})"
+            self._put(known, also=[*known.also, trouble.incident], reason=join(known.reason, more))
+
+    def _judged(self, known: ActionRecord, decision: Decision) -> None:
+        """Asked about for several incidents, it has helped if it has helped one, and is kept for that."""
+        reason, outcome = decision.reason, decision.outcome
+        if known.also and decision.trouble is not None:
+            reason = f"{decision.trouble.incident}: {reason}"
+            outcome = "helped" if known.outcome == "helped" else outcome
+        self._put(known, outcome=outcome, reason=join(known.reason, reason))
 
     def step_passed(self, sample: Sample) -> ActionRecord | None:
         """Read back a skipped update: the next step starts from parameters that are still sound. Returns the record, if

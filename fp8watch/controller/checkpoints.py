@@ -17,7 +17,7 @@ import msgspec
 
 from fp8watch.controller.episodes import Episode, Episodes, Why, remembered
 from fp8watch.policy.view import Trouble
-from fp8watch.records import CheckpointLabel, CheckpointRecord, LedgerUpdate, Stored
+from fp8watch.records import CheckpointLabel, CheckpointRecord, Hello, LedgerUpdate, Stored
 
 
 def verdict(run: str, record: CheckpointRecord, start: str) -> LedgerUpdate:
@@ -63,15 +63,17 @@ class Ledger:
         return record
 
     def remember(
-        self, restored: Sequence[Stored], *, step: int, attempt: int, is_same_process: bool, has_detectors: bool
+        self, restored: Sequence[Stored], hello: Hello, *, step: int, seen: int, is_same_process: bool
     ) -> None:
-        """Take over what the store knows, for a run that goes on at `step` (`episodes.remembered`)."""
+        """Take over what the store knows, for a run that goes on at `step` (`episodes.remembered`). `seen`: steps that
+        its detectors know of."""
         for record in restored:
             if isinstance(record, CheckpointRecord):
                 self.add(record)
+        step = max(step, hello.step)
         self._episodes.add(
             remembered(
-                restored, step=step, attempt=attempt, is_same_process=is_same_process, has_detectors=has_detectors
+                restored, step=step, attempt=hello.attempt, is_same_process=is_same_process, has_detectors=seen > 0
             )
         )
         if not is_same_process:

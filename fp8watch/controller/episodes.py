@@ -151,7 +151,7 @@ def remembered(
 
 def _unjudged(actions: Iterable[ActionRecord], step: int) -> dict[str, str]:
     """Incident -> what was open about it when the last controller ended, if that is not long ago."""
-    newest = {action.incident: action for action in actions if action.action not in INSURANCE}
+    newest = {name: action for action in actions if action.action not in INSURANCE for name in action.incidents}
     found = {}
     for incident, action in newest.items():
         is_open = action.status in {"waiting", "sent"}

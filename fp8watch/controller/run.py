@@ -204,10 +204,10 @@ class RunPilot:
         self._collect()
 
     def _nobody_answers(self, why: str) -> None:
-        waiting = [track.action_id for track in self._state.tracks if track.phase == "waiting"]
-        for action_id in waiting:
-            self._trace.expired(action_id, why)
-        self._log.expire(waiting, why)
+        waiting = [track for track in self._state.tracks if track.phase == "waiting"]
+        for track in waiting:
+            self._trace.expired(track.action_id, why, track.trouble.incident if track.asked_for else None)
+        self._log.expire([track.action_id for track in waiting], why)
 
     def held_by(self) -> tuple[int | None, list[int | None]]:
         """The oldest step that waits for frames (None: none does), and the ranks it waits for (`Merger.held_by`)."""
@@ -397,7 +397,4 @@ class RunPilot:
             self._state, restored, policy=self.policy, is_same_process=is_same_process,
             reached=self.step, seen=self.seen,
         )  # fmt: skip
-        self._ledger.remember(
-            restored, step=max(self.step, hello.step), attempt=hello.attempt, is_same_process=is_same_process,
-            has_detectors=self.seen > 0,
-        )  # fmt: skip
+        self._ledger.remember(restored, hello, step=self.step, seen=self.seen, is_same_process=is_same_process)

@@ -18,7 +18,7 @@ from fp8watch.records import ActionRecord, CheckpointRecord, Command, Finding, H
 
 _EVENTS = {
     "propose": "proposed", "wait": "waiting", "verdict": "outcome", "revert": "undoing", "note": "held_back",
-    "record": "passed_over", "apply": "ordered",
+    "record": "passed_over", "apply": "ordered", "join": "held_back",
 }  # fmt: skip
 
 
@@ -63,7 +63,8 @@ class Trace:
         """One decision of a step."""
         trouble = decision.trouble
         incident = trouble.incident if trouble is not None else self._incidents.get(decision.action_id, "")
-        self._incidents[decision.action_id] = incident
+        if decision.kind != "join":
+            self._incidents[decision.action_id] = incident
         details: dict[str, Any] = {}
         if decision.kind in {"apply", "propose", "wait"}:
             details = {"params": _plain(decision.params), "mode": decision.mode}
@@ -110,9 +111,10 @@ class Trace:
             details={"outcome": record.outcome, "readback": record.readback, "observed": _plain(record.observed)},
         )  # fmt: skip
 
-    def expired(self, action_id: str, reason: str) -> None:
-        """An action no longer waits for a person."""
-        self._add("person", incident=self._incidents.get(action_id, ""), action_id=action_id, reason=reason)
+    def expired(self, action_id: str, reason: str, incident: str | None = None) -> None:
+        """An action no longer waits for a person. `incident`: one that shares the question; None: its own."""
+        incident = self._incidents.get(action_id, "") if incident is None else incident
+        self._add("person", incident=incident, action_id=action_id, reason=reason)
 
     def tainted(self, record: CheckpointRecord) -> None:
         """A checkpoint that no rollback may use."""

@@ -15,6 +15,7 @@ from fp8watch.policy.lr_return import why_lr_is_kept
 from fp8watch.policy.match import first_match, passed_over
 from fp8watch.policy.outcome import INSURANCE, is_covered, why_not_recovered
 from fp8watch.policy.preconditions import why_quiet
+from fp8watch.policy.questions import asked_already
 from fp8watch.policy.recurrence import grown_serious, new_track, taken_up_again
 from fp8watch.policy.rungs import Halt, Rung, Verify
 from fp8watch.policy.schema import Policy, Rule
@@ -103,6 +104,7 @@ class _Turn(Turn):
         keeps = (following is not None and following.action in BUILDS_ON) or not (
             rung is None or rung.undo_without_effect
         )
+        keeps = keeps or self._is_wanted_by_another(track)
         if held is not None and not keeps and (wrong := why_lr_is_kept(held, self.view)) is not None:
             # The jumped rate on top of the trouble would be worse. Returned as any other, when the schedule is back.
             until = self.view.seen if held.until_seen is None else held.until_seen
@@ -114,12 +116,24 @@ class _Turn(Turn):
             moved = replace(moved, phase="undoing")
         self.state = self.state.with_track(moved)
 
+    def _is_wanted_by_another(self, track: Track) -> bool:
+        """Whether the action was asked about for another incident too, which it has helped or may yet help, or whose
+        next rung builds on it."""
+        for item in self.state.tracks:
+            if item.action_id != track.action_id or item.trouble.incident == track.trouble.incident:
+                continue
+            rung = self._rung(item)
+            is_built_on = item.phase == "open" and rung is not None and rung.action in BUILDS_ON
+            if item.phase == "settling" or item.helped or is_built_on:
+                return True
+        return False
+
     # People
 
     def hear_people(self) -> None:
         for track in self.state.tracks:
             rung, rule = self._rung(track), self._rule(track)
-            if track.phase != "waiting" or rung is None or rule is None:
+            if track.phase != "waiting" or rung is None or rule is None or track not in self._asking(track):
                 continue
             approval = self.policy.approval_of(rule)
             verdict, by = self.view.verdicts.get(track.action_id), self.view.people.get(track.action_id, "")
@@ -135,6 +149,10 @@ class _Turn(Turn):
             elif verdict == "approve" and not (self.is_busy or self.view.disarmed):
                 self._approved(track, rule, rung, why, by or "a person")
 
+    def _asking(self, track: Track) -> list[Track]:
+        """The track that a question was asked for; the others that wait for its answer get it from that one."""
+        return self.state.tracks_of(track.action_id, "waiting")[:1]
+
     def _approved(self, track: Track, rule: Rule, rung: Rung, why: str, by: str) -> None:
         """Do it, unless the moment has passed: what was possible when the person was asked may not be any more."""
         spent = self._refusal(rung)
@@ -146,10 +164,17 @@ class _Turn(Turn):
         except NotNow as error:
             self._close(track, "expired", f"approved, but no longer possible: {error}", by)
             return
+        others = self.state.tracks_of(track.action_id, "waiting")[1:]
         self._send(track, rule, rung, dict(track.params), why, by)
+        for item in others:
+            self._share(item, why, by)
+            self.state = self.state.with_track(replace(item, phase="sent", is_due=False))
 
     def _close(self, track: Track, status: str, why: str, by: str = "") -> None:
         self._record(track, status, why, track.action_id, track.action, by)
+        for item in self.state.tracks_of(track.action_id, "waiting")[1:]:
+            self._share(item, why, by, status)
+            self.state = self.state.with_track(replace(item, phase="done", is_final=True))
         self.state = self.state.with_track(replace(track, phase="done", is_final=True))
 
     # Returns
@@ -250,7 +275,7 @@ class _Turn(Turn):
                 track = taken_up_again(self.state, replace(track, trouble=trouble), rule, self.view)
                 grown = grown_serious(track, self._rule(track), rule, self.view)
                 if track.phase == "waiting" and grown is not track:
-                    self._close(track, "expired", f"the trouble has grown: rule {rule.name} has it now")
+                    self._withdraw(track, f"the trouble has grown: rule {rule.name} has it now")
                 track = grown
                 self.state = self.state.with_track(track)
             if track.phase == "open" and (track.is_due or is_active):
@@ -296,7 +321,8 @@ class _Turn(Turn):
                 self._record(track, "unavailable", str(error), self._new_id(), rung.action)
                 track = replace(track, rung=track.rung + 1, is_due=True)
                 continue
-            reached, track = track, replace(track, params=params, action=rung.action, decided_seen=self.view.seen)
+            reached = track
+            track = replace(track, params=params, action=rung.action, decided_seen=self.view.seen, asked_for="")
             if mode == "observe" or self.view.disarmed:
                 self._announce("propose", track, rung, join(track.why, how, self.view.disarmed), "observe")
                 if mode == "observe" and self.policy.rule_mode(rule) != "observe":  # this rung alone only observes
@@ -316,6 +342,10 @@ class _Turn(Turn):
                 if when_spent == "halt" and self._halt(track, rule, trouble, spent):
                     return
                 track = replace(track, phase="done", is_final=True)
+                break
+            asked = asked_already(self.policy, self.state, rung, params, trouble) if mode == "approve" else None
+            if asked is not None:
+                track = self._join(track, asked)
                 break
             if mode == "approve":
                 action_id = self._announce("wait", track, rung, join(track.why, how), "approve")

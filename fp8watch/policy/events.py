@@ -20,22 +20,26 @@ def _rung(policy: Policy, track: Track) -> Rung | None:
 
 def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> PolicyState:
     """All ranks applied it and read it back: the settling window begins, and the budgets are charged."""
-    track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
-    rung = _rung(policy, track) if track is not None else None
-    if track is None or rung is None:
+    tracks = state.tracks_of(action_id, "sent")
+    rung = _rung(policy, tracks[0]) if tracks else None
+    if rung is None:
         return state
+    track = tracks[0]
     checkpoint = track.params.get("checkpoint")
     spent = state.spent.after(track.action, seen=view.seen, time_unix=view.time_unix, checkpoint=checkpoint)
     # A rollback is judged once the replay has passed the onset, not while it repeats known good steps.
     replay = max(0, int(track.params["onset_step"]) - int(track.params["checkpoint_step"])) if checkpoint else 0
-    settled = replace(
-        track,
-        phase="settling",
-        applied_seen=view.seen,
-        block_until=view.seen + rung.settle_steps,
-        judge_at=view.seen + replay + rung.settle_steps,
-    )
-    state = replace(state.with_track(settled), spent=spent)
+    for item in tracks:
+        steps = (_rung(policy, item) or rung).settle_steps
+        settled = replace(
+            item,
+            phase="settling",
+            applied_seen=view.seen,
+            block_until=view.seen + steps,
+            judge_at=view.seen + replay + steps,
+        )
+        state = state.with_track(settled)
+    state = replace(state, spent=spent)
     if not rung.revertible:
         return state
     held = InForce(
@@ -111,29 +115,30 @@ def failed(policy: Policy, state: PolicyState, action_id: str, why: str, *, was_
 
     An action that was applied and then not found in force is undone first: ignored settings may take effect later.
     """
-    track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
-    if track is None:
+    tracks = state.tracks_of(action_id, "sent")
+    if not tracks:
         return state
+    track = tracks[0]
     rung = _rung(policy, track)
     if was_applied and rung is not None and rung.revertible:
         layers = tuple(track.params.get("layers", ()))
         left = InForce(action_id=action_id, action=track.action, rule=track.rule, params=track.params, layers=layers)
         state = replace(state, leftovers=(*state.leftovers, left))
-    return state.with_track(replace(track, phase="open", is_due=True, rung=track.rung + 1, why=why))
+    for item in tracks:
+        state = state.with_track(replace(item, phase="open", is_due=True, rung=item.rung + 1, why=why))
+    return state
 
 
 def expired(state: PolicyState, action_id: str) -> PolicyState:
     """No rank had the command in time: the same rung may be tried again if the trouble is still there."""
-    track = next((item for item in state.tracks if item.action_id == action_id and item.phase == "sent"), None)
-    if track is None:
-        return state
-    return state.with_track(replace(track, phase="open", is_due=False))
+    for track in state.tracks_of(action_id, "sent"):
+        state = state.with_track(replace(track, phase="open", is_due=False))
+    return state
 
 
 def reverted(state: PolicyState, view: View, action_id: str, *, ok: bool) -> PolicyState:
     """An undoing is complete (or failed, and is then not tried again)."""
     held = next((item for item in state.in_force if item.action_id == action_id), None)
-    track = next((item for item in state.tracks if item.action_id == action_id), None)
     if held is None:
         return state
     others = tuple(item for item in state.in_force if item.action_id != action_id)
@@ -148,9 +153,9 @@ def reverted(state: PolicyState, view: View, action_id: str, *, ok: bool) -> Pol
     if ok and held.is_trial:
         earlier = tuple(item for item in state.returned if item.held.action_id != action_id)
         state = replace(state, returned=(*earlier[-31:], Returned(held=held, seen=view.seen)))
-    if track is None or track.phase != "undoing":
-        return state
-    return state.with_track(replace(track, phase="open"))
+    for track in state.tracks_of(action_id, "undoing"):
+        state = state.with_track(replace(track, phase="open"))
+    return state
 
 
 def rolled_back(state: PolicyState) -> PolicyState:

@@ -43,6 +43,8 @@ class Track:
     """Why it is above the first rung."""
     hold_times: int = 1
     """Factor of the hold: that of the hold which a failed trial return ended, grown; else 1."""
+    asked_for: str = ""
+    """The incident for which its action was asked about, where another's question covers this one; empty: its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,11 @@ class PolicyState:
         """The track of an incident."""
         return next((track for track in self.tracks if track.trouble.incident == incident), None)
 
+    def tracks_of(self, action_id: str, phase: Phase) -> list[Track]:
+        """The tracks that share an action and are in this phase, the one that it was decided for first."""
+        found = [track for track in self.tracks if track.action_id == action_id and track.phase == phase]
+        return sorted(found, key=lambda track: bool(track.asked_for))
+
     def with_track(self, track: Track) -> PolicyState:
         """The state with this track, which replaces any other of the same incident."""
         others = tuple(item for item in self.tracks if item.trouble.incident != track.trouble.incident)
@@ -142,8 +149,9 @@ def without_waiting(state: PolicyState) -> PolicyState:
 class Decision:
     """One thing decided in a step. At most one decision of a step (`apply` or `revert`) becomes a command."""
 
-    kind: Literal["apply", "propose", "wait", "record", "verdict", "revert", "note"]
-    """`note`: why nothing is done about a trouble; for the decision log only."""
+    kind: Literal["apply", "propose", "wait", "join", "record", "verdict", "revert", "note"]
+    """`join`: another incident shares the action of a question that waits, or the answer to it. `note`: why nothing is
+    done about a trouble; for the decision log only."""
     action_id: str
     action: str
     params: Mapping[str, Any] = field(default_factory=dict)

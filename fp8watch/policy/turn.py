@@ -35,7 +35,9 @@ class Turn:
         )  # fmt: skip
         self.is_busy = True
         self.state = self.state.with_track(
-            replace(track, phase="sent", is_due=False, action_id=action_id, action=rung.action, params=params)
+            replace(
+                track, phase="sent", is_due=False, action_id=action_id, action=rung.action, params=params, asked_for=""
+            )
         )
 
     def _revert(self, held: InForce, layers: tuple[str, ...], why: str, *, is_trial: bool = False) -> None:
@@ -93,6 +95,39 @@ class Turn:
             )
         )  # fmt: skip
         return action_id
+
+    def _join(self, track: Track, asked: Track) -> Track:
+        """The track of an incident that another one's question covers."""
+        why = f"covered by a question that waits, asked for {asked.trouble.incident} ({asked.trouble.detector})"
+        track = replace(
+            track, phase="waiting", action_id=asked.action_id, action=asked.action, params=asked.params,
+            asked_for=asked.trouble.incident,
+        )  # fmt: skip
+        self._share(track, why)
+        return track
+
+    def _share(self, track: Track, why: str, by: str = "", status: str | None = None) -> None:
+        """Record that an incident shares another one's question, or the answer to it."""
+        rule, rung = self._rule(track), self._rung(track)
+        mode = self.policy.rung_mode(rule, rung) if rule is not None and rung is not None else self.policy.mode
+        self.decisions.append(
+            Decision(
+                kind="join", mode=mode, action_id=track.action_id, action=track.action, params=track.params,
+                rule=track.rule, trouble=track.trouble, reason=why, by=by, status=status,  # type: ignore[arg-type]
+            )
+        )  # fmt: skip
+
+    def _withdraw(self, track: Track, why: str) -> None:
+        """End a question for the incident that it was asked for, so that others ask it anew; or for one of the others
+        only."""
+        asking, *others = self.state.tracks_of(track.action_id, "waiting")
+        if asking.trouble.incident != track.trouble.incident:
+            self._share(track, why)
+            return
+        self._record(track, "expired", why, track.action_id, track.action)
+        for item in others:
+            self._share(item, f"the question has ended for {track.trouble.incident}: {why}")
+            self.state = self.state.with_track(replace(item, phase="open", is_due=True, asked_for=""))
 
     def _considered(self, rule: str, trouble: Trouble) -> str:
         """Why the rules before this one do not match the trouble."""

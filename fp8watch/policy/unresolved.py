@@ -30,7 +30,8 @@ def why_unresolved(policy: Policy, state: PolicyState, view: View, incident: str
         return f"{action} was being judged"
     if track.phase == "open":
         return "the next rung was due" if track.is_due else None
-    return None if track.helped else _why_hurt(policy, view, track)
+    has_helped = track.helped and not track.is_final  # final: no rung was left for the damage
+    return None if has_helped else _why_hurt(policy, view, track)
 
 
 def _why_hurt(policy: Policy, view: View, track: Track) -> str | None:

@@ -13,6 +13,8 @@ from fp8watch.records import ActionRecord, CommandResult, Finding, RunRecord, Tr
 
 _CONTEXT = frozenset({"policy", "attempt", "checkpoint"})
 """Events that belong to no incident. Those between an incident's first and last line are shown with it."""
+_OF_ACTION = frozenset({"waiting", "ordered", "concluded", "undoing", "undone"})
+"""Events of an action that belong to every incident for which it was asked about."""
 _REASONS = {"for": "speaks for it", "against": "speaks against it"}
 _SAID = {
     "found": frozenset({"detector", "cause"}),
@@ -113,23 +115,29 @@ def find(store: Store, record: RunRecord, name: str) -> Incident | None:
     here = [item for item in findings if (item.incident or item.id) == incident]
     if incident is None or not here:
         return None
-    done = [item for item in actions if item.incident == incident]
+    done = [item for item in actions if incident in item.incidents]
     ids = {item.id for item in done}
+    shared = {item.id for item in done if item.incident != incident}
     trace = list(store.read(run, TraceEntry))
-    own = [number for number, entry in enumerate(trace) if entry.incident == incident]
+    own = [number for number, entry in enumerate(trace) if _is_of(entry, incident, shared)]
     if own:
         first = max((n for n in range(own[0]) if trace[n].event in {"policy", "attempt"}), default=own[0])
         span = range(own[0], own[-1] + 1)
         trace = [
             entry
             for number, entry in enumerate(trace)
-            if entry.incident == incident or number == first or (number in span and entry.event in _CONTEXT)
+            if _is_of(entry, incident, shared) or number == first or (number in span and entry.event in _CONTEXT)
         ]
     return Incident(
         name=incident, record=record, findings=here, actions=done,
         results=[item for item in store.read(run, CommandResult) if item.id.partition("/")[0] in ids],
         trace=trace if own else [],
     )  # fmt: skip
+
+
+def _is_of(entry: TraceEntry, incident: str, shared: set[str]) -> bool:
+    """Whether a line is about an incident: its own, or of an action that another one's question covers."""
+    return entry.incident == incident or (entry.action_id in shared and entry.event in _OF_ACTION)
 
 
 def _line(entry: TraceEntry) -> str:

@@ -128,6 +128,19 @@ def test_the_loss_never_came_back_and_no_rung_is_left() -> None:
     assert labels(run)[280] == "candidate"
 
 
+def test_it_helped_but_nothing_is_left_for_the_damage() -> None:
+    def numbers(step: int, rank: Rank) -> dict[str, float]:
+        return {"loss": 3.0 if 100 <= step < 300 else 2.0}
+
+    repair = "action: rollback, if_loss_above: 0.1, requires: {{from_step: 5000}}"
+    run = box(policy("action: hold_lr, factor: 0.5, settle_steps: 30", repair), numbers=numbers)
+    run.run(340)
+    assert run.actions("hold_lr")[0].outcome == "helped"
+    assert run.actions("rollback")[0].status == "unavailable"
+    assert {labels(run)[step] for step in range(140, 300, 10)} == {"candidate"}
+    assert labels(run)[320] == "good"
+
+
 def test_a_loss_that_stays_high_holds_them_only_as_long_as_it_can_be_compared() -> None:
     def numbers(step: int, rank: Rank) -> dict[str, float]:
         return {"loss": 3.0 if step >= 100 else 2.0}
