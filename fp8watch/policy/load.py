@@ -102,7 +102,7 @@ def json_schema() -> str:
         for field in properties.values():
             _one_or_many(field)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID}
-    return json.dumps(head | schema, indent=2)
+    return json.dumps(head | schema, indent=1)
 
 
 def _one_or_many(field: dict[str, Any]) -> None:

@@ -29,6 +29,16 @@ TENSOR = (
 )  # fmt: skip
 
 
+def as_text(found: dict[str, dict[str, Any]]) -> str:
+    """JSON with an entry a line."""
+    parts = []
+    for part, entries in sorted(found.items()):
+        named = {name: json.dumps(entry, sort_keys=True) for name, entry in sorted(entries.items())}
+        lines = [f"  {json.dumps(name)}: {entry}" for name, entry in named.items()]
+        parts.append(f" {json.dumps(part)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def main() -> int:
     import transformer_engine
     import transformer_engine.pytorch as te
@@ -84,7 +94,7 @@ def main() -> int:
     found["primary_weights"] = primary(te, recipes)
     found["attention"] = attention(te, recipes)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    path.write_text(as_text(found))
     print(f"{path}: {path.stat().st_size} bytes")
     return 0
 
