@@ -18,7 +18,7 @@ from fp8watch.policy.preconditions import why_quiet
 from fp8watch.policy.questions import asked_already
 from fp8watch.policy.recurrence import grown_serious, new_track, taken_up_again
 from fp8watch.policy.rungs import Halt, Rung, Verify
-from fp8watch.policy.schema import Policy, Rule
+from fp8watch.policy.schema import Policy, Rule, first_acting
 from fp8watch.policy.state import Decision, InForce, PolicyState, Track
 from fp8watch.policy.turn import Turn, join
 from fp8watch.policy.view import Trouble, View
@@ -67,7 +67,7 @@ class _Turn(Turn):
             why = why_not_recovered(self.policy, self.view, track, self._rung(track))
             if why is None:
                 self._verdict(track, "helped", self._why_helped(track))
-                track = replace(track, phase="done", helped=True, resolved_seen=self.view.seen)
+                track = replace(track, phase="done", helped=True, is_damaged=False, resolved_seen=self.view.seen)
                 self.state = self.state.with_track(self._with_damage(track, rule))
             else:
                 self._no_effect(track, rule, why)
@@ -84,19 +84,24 @@ class _Turn(Turn):
 
     def _with_damage(self, track: Track, rule: Rule | None) -> Track:
         """Helped, but the loss is still damaged and the next rung is there to repair it: that rung is due."""
-        following = rule.ladder[track.rung + 1] if rule and track.rung + 1 < len(rule.ladder) else None
-        if following is None or following.if_loss_above is None:
-            return track
-        excess = self.view.loss_excess(track.trouble.onset_step)
-        if excess is None or excess <= following.if_loss_above:
-            return track
-        why = f"loss {excess:.1%} above its level before onset {track.trouble.onset_step}"
-        return replace(track, phase="open", rung=track.rung + 1, is_due=True, why=why)
+        for at in range(track.rung + 1, len(rule.ladder) if rule else 0):
+            assert rule is not None
+            if self._is_for_damage(rule.ladder[at], track.trouble):
+                excess = self.view.loss_excess(track.trouble.onset_step)
+                why = f"loss {excess:.1%} above its level before onset {track.trouble.onset_step}"
+                return replace(track, phase="open", rung=at, is_due=True, why=why)
+            if rule.ladder[at].mode != "observe":
+                break
+        return track
+
+    def _is_for_damage(self, rung: Rung, trouble: Trouble) -> bool:
+        """Whether a rung is for as much damage to the loss as is left, although the trouble itself is over."""
+        excess = self.view.loss_excess(trouble.onset_step)
+        return rung.if_loss_above is not None and excess is not None and excess > rung.if_loss_above
 
     def _no_effect(self, track: Track, rule: Rule | None, why: str) -> None:
         self._verdict(track, "no_effect", why)
-        rungs_after = rule.ladder[track.rung + 1 :] if rule else []
-        following = next((rung for rung in rungs_after if rung.mode != "observe"), None)
+        following = first_acting(rule, track.rung + 1)
         blame = f"{track.action} had no effect: {why}"
         moved = replace(track, rung=track.rung + 1, phase="open", is_due=True, helped=False, why=blame)
         held = next((item for item in self.state.in_force if item.action_id == track.action_id), None)
@@ -122,7 +127,7 @@ class _Turn(Turn):
         for item in self.state.tracks:
             if item.action_id != track.action_id or item.trouble.incident == track.trouble.incident:
                 continue
-            rung = self._rung(item)
+            rung = first_acting(self._rule(item), item.rung)
             is_built_on = item.phase == "open" and rung is not None and rung.action in BUILDS_ON
             if item.phase == "settling" or item.helped or is_built_on:
                 return True
@@ -307,10 +312,15 @@ class _Turn(Turn):
 
     def _climb(self, rule: Rule, trouble: Trouble, track: Track) -> None:
         """Take the first rung that can be taken, starting where the track stands."""
+        due = track.rung
         while track.rung < len(rule.ladder):
             rung = rule.ladder[track.rung]
-            if track.helped and rung.if_loss_above is None:  # it is not for damage that an earlier rung has left
-                track = replace(track, rung=track.rung - 1, phase="done", is_due=False)
+            is_wanted = self._is_for_damage(rung, trouble) if track.rung > due else rung.if_loss_above is not None
+            if track.helped and not is_wanted:
+                if rung.mode == "observe":
+                    track = replace(track, rung=track.rung + 1)
+                    continue
+                track = replace(track, rung=track.rung - 1, phase="done", is_due=False, is_damaged=True)
                 break
             mode = self.policy.rung_mode(rule, rung)
             if mode == "auto" and rung.action == "skip_update" and self._has_nothing_to_skip():
@@ -360,7 +370,12 @@ class _Turn(Turn):
             self._send(track, rule, rung, params, join(track.why, how))
             return
         if track.rung >= len(rule.ladder):
-            track = replace(track, phase="done", is_final=True)
+            # What has helped is taken up again, or held longer, when its trouble comes back: nothing more was done.
+            last = len(rule.ladder) - 1
+            track = (
+                replace(track, rung=last, phase="done", is_due=False, is_damaged=True) if track.helped else
+                replace(track, phase="done", is_final=True)
+            )  # fmt: skip
         self.state = self.state.with_track(track)
 
     def _has_nothing_to_skip(self) -> bool:

@@ -52,7 +52,8 @@ def _held_again(state: PolicyState, view: View, rule: Rule, track: Track) -> Tra
         held, since = item.held, view.seen - item.seen
         if since > MEMORY_STEPS or (held.trouble is not None and not overlaps(held.trouble, track.trouble)):
             continue
-        rung = held.rung if held.rule == rule.name else 0
+        first = next((at for at, rung in enumerate(rule.ladder) if rung.mode != "observe"), 0)
+        rung = held.rung if held.rule == rule.name else first
         if rung < len(rule.ladder) and rule.ladder[rung].action == held.action:
             why = f"came back {since} steps after {held.action} was given back"
             return replace(track, rung=rung, hold_times=item.next_hold_times, why=why)

@@ -165,6 +165,11 @@ class Policy(Strict):
         return lower_mode(self.rule_mode(rule), rung.mode)
 
 
+def first_acting(rule: Rule | None, start: int = 0) -> Rung | None:
+    """The first rung from `start` on that does not only observe."""
+    return next((rung for rung in (rule.ladder[start:] if rule else []) if rung.mode != "observe"), None)
+
+
 def skip_limits(policy: Policy) -> list[int]:
     """How many updates in a row each `skip_update` rung in auto lets the ranks skip by themselves. Empty: none does."""
     return [

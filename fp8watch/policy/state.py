@@ -39,6 +39,8 @@ class Track:
     """`seen` at which the outcome is judged."""
     resolved_seen: int = 0
     helped: bool = False
+    is_damaged: bool = False
+    """It has helped, and no rung was left for what the trouble has done to the loss."""
     why: str = ""
     """Why it is above the first rung."""
     hold_times: int = 1

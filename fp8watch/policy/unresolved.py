@@ -30,7 +30,7 @@ def why_unresolved(policy: Policy, state: PolicyState, view: View, incident: str
         return f"{action} was being judged"
     if track.phase == "open":
         return "the next rung was due" if track.is_due else None
-    has_helped = track.helped and not track.is_final  # final: no rung was left for the damage
+    has_helped = track.helped and not (track.is_final or track.is_damaged)
     return None if has_helped else _why_hurt(policy, view, track)
 
 

@@ -13,6 +13,8 @@ from fp8watch.cli import build
 from fp8watch.policy.load import check, load, parse
 from fp8watch.policy.schema import arms_skip_update, skip_limits
 from fp8watch.policy.state import Decision
+from fp8watch.policy.unresolved import why_unresolved
+from fp8watch.policy.view import View
 
 SHORT = "    approval: {timeout_steps: 6, default: DEFAULT}\n"
 NAN = {"detector": "nonfinite", "cause": "unknown"}
@@ -237,3 +239,71 @@ def test_an_asked_rung_does_not_keep_poisoned_parameters_waiting(answer: str | N
     assert [(item.kind, item.rule) for item in made if item.action == "halt"] == [
         ("wait", "poisoned-parameters"), ("apply", "poisoned-parameters"),
     ], "asked, and done when nobody answers in 50 steps"  # fmt: skip
+
+
+# What only observes changes nothing that is done
+
+
+HURT = tuple((step, 2.0 if step < 10 else 2.6) for step in range(1, 200))
+REPAIR = "action: rewarm, if_loss_above: 0.1, settle_steps: 4"
+
+
+def done(*rungs: str, losses: tuple[tuple[int, float], ...] = HURT) -> list[tuple[str, str]]:
+    """What is done when the first rung helps, the loss stays where it is, and the trouble comes back."""
+    run = Run(ladder(*rungs))
+    made = run.go([trouble()], losses=losses)
+    made += run.go(steps=8, losses=losses)
+    made += run.go([trouble()], steps=3, losses=losses)
+    return [kind for kind in kinds(made) if kind[0] not in {"propose", "record"}]
+
+
+@pytest.mark.parametrize("watcher", ["action: halt", "action: tighten_clip, if_loss_above: 0.5"])
+def test_a_rung_that_observes_does_not_hide_the_one_that_repairs_what_is_left(watcher: str) -> None:
+    assert done(HOLD, f"{watcher}, mode: observe", REPAIR) == done(HOLD, REPAIR)
+    assert ("apply", "rewarm") in done(HOLD, REPAIR)
+
+
+def test_less_damage_than_a_rung_is_for_is_not_repaired_because_another_was_only_said() -> None:
+    far = "action: rewarm, if_loss_above: 0.5"
+    for more in ("mode: observe", "requires: {from_step: 10000}"):
+        run = Run(ladder(HOLD, f"action: tighten_clip, if_loss_above: 0.1, {more}", far))
+        made = run.go([trouble()], losses=HURT) + run.go(steps=8, losses=HURT)
+        assert [action for kind, action in kinds(made) if kind == "apply"] == ["hold_lr"], more
+
+
+@pytest.mark.parametrize("last", ["mode: observe", "requires: {from_step: 10000}"])
+def test_a_hold_that_helped_is_held_longer_although_nothing_could_be_done_for_the_damage(last: str) -> None:
+    """The same incident is seen again after its hold: it was not finished for good by a rung that was not taken."""
+    held = HOLD + ", hold_steps: 10"
+
+    def applied(*rungs: str) -> list[str]:
+        run = Run(ladder(*rungs))
+        made = run.go([trouble()], losses=HURT) + run.go(steps=14, losses=HURT)
+        assert ("revert", "hold_lr") in kinds(made)
+        made += run.go([trouble()], steps=2, losses=HURT)
+        return [action for kind, action in kinds(made) if kind == "apply"]
+
+    assert applied(held, f"{REPAIR}, {last}") == applied(held) == ["hold_lr", "hold_lr"]
+
+
+def test_a_damage_for_which_nothing_could_be_done_is_still_damage() -> None:
+    for more in (f"{REPAIR}, mode: observe", f"{REPAIR}, requires: {{from_step: 10000}}"):
+        run = Run(ladder(HOLD, more))
+        run.go([trouble()], losses=HURT)
+        run.go(steps=8, losses=HURT)
+        view = View(run="r", step=run.step, seen=run.step, losses=HURT[: run.step])
+        assert why_unresolved(run.policy, run.state, view, "i1") is not None, more
+        sound = View(run="r", step=run.step, seen=run.step, losses=tuple((step, 2.0) for step, _ in HURT))
+        assert why_unresolved(run.policy, run.state, sound, "i1") is None, more
+
+
+def test_a_level_given_back_by_another_rule_is_held_again_past_a_rung_that_observes() -> None:
+    first = ladder(HOLD + ", hold_steps: 8", when="detector: loss_spike")
+    other = "  - {name: b, when: {detector: update_rms}, ladder: [%s{action: hold_lr, factor: 0.5, hold_steps: 8}]}\n"
+    for more in ("", "{action: halt, mode: observe}, "):
+        run = Run(first + other % more)
+        run.go([trouble()])
+        assert ("revert", "hold_lr") in kinds(run.go(steps=14))
+        made = run.go([trouble(incident="i2", detector="update_rms", onset_step=run.step)])
+        again = next(item for item in made if item.kind == "apply")
+        assert (again.action, again.reason.startswith("came back")) == ("hold_lr", True), more
