@@ -36,16 +36,29 @@ class Undo:
         self._steps.append((what, step))
 
     def run(self) -> str:
-        """Run the steps, last one first, each one once. Returns what is still changed, and why, or ""."""
-        left = []
+        """Run the steps, last one first, each one once. Returns what is still changed, and why, or "".
+
+        An interruption is passed on after the last step: what is half undone would stay for good. The step that it has
+        met first is run again.
+        """
+        left: list[str] = []
+        interruption: BaseException | None = None
         while self._steps:
             what, step = self._steps[-1]
             try:
                 step()
-            except Exception as error:
+            except BaseException as error:
+                if not isinstance(error, Exception) and interruption is None:
+                    interruption = error
+                    continue
                 left.append(f"{what} ({type(error).__name__}: {error})")
-            self._steps.pop()  # not after an interruption: then it is run again
-        return f"still changed: {', '.join(left)}" if left else ""
+            self._steps.pop()
+        said = f"still changed: {', '.join(left)}" if left else ""
+        if interruption is None:
+            return said
+        if said:
+            logger.error("fp8watch: interrupted while it was taken back, %s", said)
+        raise interruption
 
 
 @contextlib.contextmanager

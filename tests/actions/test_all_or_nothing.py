@@ -242,6 +242,41 @@ def test_what_cannot_be_taken_back_is_named_and_the_rest_is_taken_back() -> None
     assert later.parts == ["a", "c"]
 
 
+class Impatient(Tower):
+    """Ctrl-C is pressed again while it is taken back: before, or after, what the step does."""
+
+    def __init__(self, error: BaseException | None, when: str, presses: int = 1) -> None:
+        super().__init__(error)
+        self.when, self.presses = when, presses
+
+    def remove(self, part: str) -> None:
+        is_pressed = part == "b" and self.presses > 0
+        self.presses -= is_pressed
+        if is_pressed and self.when == "before":
+            raise KeyboardInterrupt
+        if part in self.parts:
+            self.parts.remove(part)
+        if is_pressed:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("odd"), None])
+def test_an_interruption_of_the_undoing_leaves_nothing_half_undone(error: BaseException | None, when: str) -> None:
+    tower = Impatient(error, when)
+    with pytest.raises(KeyboardInterrupt):
+        take_back(tower, tower.apply(1, {}))  # type: ignore[arg-type]
+    assert tower.parts == []
+
+
+def test_who_insists_is_told_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    tower = Impatient(KeyboardInterrupt(), "before", presses=2)
+    with pytest.raises(KeyboardInterrupt):
+        tower.apply(1, {})
+    assert tower.parts == ["b"]
+    assert "still changed: b (KeyboardInterrupt" in caplog.text
+
+
 def test_a_block_that_ends_well_takes_nothing_back() -> None:
     found: list[str] = []
     with whole("x") as undo:
