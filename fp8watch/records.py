@@ -332,6 +332,8 @@ class ActionRecord(Record, frozen=True, kw_only=True, tag="action"):
     settle_until: Whole | None = None
     steps_replayed: Whole = 0
     time_unix: Unix = 0.0
+    returned: list[str] = []
+    """Layers of a `bf16_layers` in force that are back in FP8 already."""
     expires_step: Whole | None = None
     """For an action that waits for a person: the step at which the policy's default replaces the answer."""
     answered_by: str = ""

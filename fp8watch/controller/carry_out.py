@@ -175,8 +175,9 @@ class ActionLog:
             outcome = known.outcome if known.outcome == "no_effect" else "reverted"
             self._put(known, status="reverted", outcome=outcome)
         else:
-            layers = ", ".join(conclusion.command.params.get("layers", ()))
-            self._put(known, reason=join(known.reason, f"{layers} returned to FP8"))
+            layers = list(conclusion.command.params.get("layers", ()))
+            why = join(known.reason, f"{', '.join(layers)} returned to FP8")
+            self._put(known, returned=[*known.returned, *layers], reason=why)
 
     def expire(self, action_ids: Iterable[str], reason: str) -> None:
         """Close actions that still wait for a person."""
@@ -224,7 +225,7 @@ class ActionLog:
                 in_force.append(
                     taken_over(
                         policy, action_id=record.id, action=record.action, rule=record.rule, params=record.params,
-                        applied_seen=then, seen=seen,
+                        returned=record.returned, applied_seen=then, seen=seen,
                     )
                 )  # fmt: skip
         return replace(state, spent=spent, next_number=number, in_force=tuple(in_force))

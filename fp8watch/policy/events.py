@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,18 +64,20 @@ def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> P
 
 
 def taken_over(
-    policy: Policy, *, action_id: str, action: str, rule: str, params: Mapping[str, Any], applied_seen: int, seen: int
-) -> InForce:
+    policy: Policy, *, action_id: str, action: str, rule: str, params: Mapping[str, Any],
+    returned: Collection[str] = (), applied_seen: int, seen: int,
+) -> InForce:  # fmt: skip
     """An action that was in force when this controller began, with what is left of its hold.
 
-    `applied_seen`: when it was applied, in observed steps, of which `seen` is now. How often a hold had grown is not
-    known any more.
+    `returned`: its layers that are not in force any more. `applied_seen`: when it was applied, in observed steps, of
+    which `seen` is now. How often a hold had grown is not known any more.
     """
     ladder = next((item.ladder for item in policy.rules if item.name == rule), ())
-    index, rung = next(((at, item) for at, item in enumerate(ladder) if item.action == action), (0, None))
+    taken = ((at, item) for at, item in enumerate(ladder) if item.action == action and item.mode != "observe")
+    index, rung = next(taken, (0, None))
     held = InForce(
-        action_id=action_id, action=action, rule=rule, params=params, layers=tuple(params.get("layers", ())),
-        since_seen=applied_seen,
+        action_id=action_id, action=action, rule=rule, params=params, since_seen=applied_seen,
+        layers=tuple(layer for layer in params.get("layers", ()) if layer not in returned),
     )  # fmt: skip
     if rung is None:
         return held

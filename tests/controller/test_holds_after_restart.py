@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_sim import Box
+from controller_sim import Box, Signal
 from test_automatic_policy import JumpingLr
 
 from fp8watch.controller.carry_out import ActionLog
 from fp8watch.controller.service import RunController
+from fp8watch.detect.base import Sample
 from fp8watch.policy.budgets import refusal
 from fp8watch.policy.load import parse
 from fp8watch.policy.schema import Policy
@@ -76,6 +77,34 @@ def test_the_rest_of_a_hold_is_what_is_left_of_it() -> None:
     assert (found.until_seen, found.since_seen) == (1000 - 200 + 400, 800)
     assert (found.rung, found.settle_steps, found.hold_growth, found.layers) == (1, 20, 4, ("a", "b"))
     assert held(record("bf16_layers", "scales", 100), reached=5000).until_seen == 1000, "over: at once"
+
+
+def test_the_rung_that_only_observes_says_nothing_of_the_hold() -> None:
+    seen_only = "      - {action: bf16_layers, settle_steps: 1, hold_steps: 10, mode: observe}\n"
+    policy = parse(POLICY.replace("      - {action: bf16_layers", seen_only + "      - {action: bf16_layers", 1))
+    (found,) = taken_over(policy, record("bf16_layers", "scales", 100), reached=300, seen=1000).in_force
+    assert (found.rung, found.until_seen) == (2, 1000 - 200 + 400)
+
+
+def test_layers_that_are_back_already_are_not_given_back_again() -> None:
+    """The rank refuses to give back what it does not hold, and the rest would stay in BF16 for good."""
+
+    def script(sample: Sample) -> list[Signal]:
+        return [("scale_frozen", "bookkeeping", ("a", "b", "c"))] if 100 <= sample.step < 110 else []
+
+    policy = POLICY.replace("{action: repair_scale}", "{action: repair_scale, settle_steps: 4}").replace(
+        "400", "60, max_share: 1"
+    )
+    box = Box(policy, numbers=lambda step, rank: {}, script=script, layers=("a", "b", "c", "d"))
+    while len(box.rank.in_force.get("bf16_layers", {}).get("layers", "abc")) == 3 and box.rank.step < 400:
+        box.run(box.rank.step + 1)
+    box.run(box.rank.step + 5)
+    assert box.rank.in_force["bf16_layers"] == {"layers": ["a", "b"]}
+    restart(box)
+    box.run(600)
+    undone = [command.params["layers"] for _, command in box.rank.applied if command.verb == "revert"]
+    assert undone == [["c"], ["b"], ["a"]]
+    assert "bf16_layers" not in box.rank.in_force
 
 
 def test_what_the_policy_keeps_for_good_is_kept_and_a_stall_is_still_ended() -> None:
