@@ -78,7 +78,7 @@ def grown_serious(track: Track, before: Rule | None, rule: Rule, view: View) -> 
     to act, or the parameters are not finite any more. A question about what it was does not keep that rule waiting."""
     if before is None or before.name == rule.name:
         return track
-    is_case_to_act = before.when.severity == "warn" and track.trouble.severity == "act"
+    is_case_to_act = before.when.severity == "warn" and rule.when.severity == "act"
     has_ended = track.phase == "done" and track.is_final and bool(track.action_id)
     has_poisoned = bool(rule.when.params_nonfinite) and not before.when.params_nonfinite
     is_free = track.phase in {"open", "waiting"}

@@ -222,6 +222,20 @@ def test_a_question_about_a_warning_does_not_keep_the_rule_for_the_case_to_act_w
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("mode", "kind"), [("approve", "wait"), ("observe", "propose")])
+def test_a_trouble_that_two_rules_match_in_turn_is_asked_about_once(mode: str, kind: str) -> None:
+    """Its worst tensor changes from step to step. Neither rule is for cases to act only: it has not grown."""
+    rules = "".join(
+        f"  - {{name: {name}, mode: {mode}, when: {{detector: underflow, severity: warn{tensor}}}, ladder: [{rung}]}}\n"
+        for name, tensor, rung in (("a", ", tensor: grad_output", "{action: rewarm}"), ("b", "", "{action: halt}"))
+    )
+    run = Run("rules:\n" + rules)
+    made: list[Decision] = []
+    for worst in ("grad_output", "input") * 6:
+        made += run.go([trouble(detector="underflow", tensors=(f"m:{worst}",), layers=("m",))])
+    assert kinds(made) == [(kind, "rewarm")]
+
+
 @pytest.mark.parametrize("answer", [None, "refuse"])
 def test_an_asked_rung_does_not_keep_poisoned_parameters_waiting(answer: str | None) -> None:
     policy = load("conservative")
