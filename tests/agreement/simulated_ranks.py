@@ -28,6 +28,8 @@ from fp8watch.training.boundary import Boundary
 START = "this start"
 AGREED = 9
 """In `Plan.lost`: after all ranks have agreed on a target."""
+UNDOING = 10
+"""In `Plan.lost`: while an action is taken back that has failed on another rank."""
 TRACED = ("training/agreement/", "training/boundary.py", "simulated_ranks.py")
 
 
@@ -55,7 +57,7 @@ class Plan:
     """(rank, target): a target of a rollback that is damaged there."""
     lost: dict[tuple[int, int], type[BaseException]] = field(default_factory=dict)
     """(rank, n): raised while a rollback chooses its target there, in place of its question n (0 is "begin"), or once
-    it is `AGREED`."""
+    it is `AGREED`; or, for any action, while `UNDOING`."""
     unsure: dict[tuple[int, int], type[Exception]] = field(default_factory=dict)
     """(rank, index): raised there while it is checked whether the command may be carried out."""
     lasts: dict[int, int] = field(default_factory=dict)
@@ -143,11 +145,15 @@ class Knobs:
         before, undo = self._rank.state.get(params["name"]), Undo()
         self._rank.state[params["name"]] = params["value"]
         if params.get("undoes"):
-            undo.add(params["name"], lambda: self._rank.state.update({params["name"]: before}))
+            undo.add(params["name"], lambda: self._take_back(params["name"], before))
         return Applied(
             step=step, params=params, before={"value": before}, expected={"value": params["value"]},
             undo=undo if params.get("undoes") else None,
         )  # fmt: skip
+
+    def _take_back(self, name: str, before: Any) -> None:
+        self._lose(UNDOING)
+        self._rank.state[name] = before
 
     def read_back(self, applied: Applied) -> ReadBack:
         return ReadBack(ok=True)

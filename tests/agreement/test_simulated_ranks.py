@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_ranks import AGREED, Plan, Simulation, back, knob
+from simulated_ranks import AGREED, UNDOING, Plan, Simulation, back, knob
 
 from fp8watch.errors import ActionError, CheckpointError, PartlyChanged
 from fp8watch.training.agreement import AllRanks, JointOutcome, RankOutcome
@@ -202,6 +202,18 @@ def test_a_rank_that_is_interrupted_while_it_acts_leaves_no_other_out_of_step():
     assert not sim.disagreements()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+def test_a_rank_that_cannot_take_back_what_failed_on_another_makes_no_step_with_it(error):
+    plan = Plan(commands=[knob(0, params={"undoes": True})], failures={(1, 0): ActionError}, lost={(0, UNDOING): error})
+    sim = Simulation(plan).run()
+    assert sim.num_timeouts == 0
+    assert not sim.disagreements()
+    assert not sim.unanswered()
+    assert sim.ranks[0].stopped is not None
+    assert [[status for status, _ in rank] for rank in outcomes(sim, "a0")][1:] == [["failed"]] * 2
+    assert all(step["knob"] == 0 for rank in sim.ranks for step in rank.finished.values())
+
+
 def test_a_check_that_fails_on_one_rank_refuses_the_command_on_all():
     sim = Simulation(Plan(commands=[knob(0), knob(1, "other")], unsure={(1, 0): OSError},
                           arrivals={(rank, 1): 6 for rank in range(3)})).run()  # fmt: skip
@@ -272,8 +284,8 @@ def plans(draw: st.DrawFn) -> Plan:
         ),
         lost=draw(
             st.dictionaries(
-                st.tuples(rank, st.sampled_from([*range(5), AGREED])),
-                st.sampled_from([ActionError, OSError, RuntimeError, SystemExit]),
+                st.tuples(rank, st.sampled_from([*range(5), AGREED, UNDOING])),
+                st.sampled_from([ActionError, OSError, RuntimeError, SystemExit, KeyboardInterrupt]),
                 max_size=2,
             )
         ),
