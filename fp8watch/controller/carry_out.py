@@ -225,7 +225,8 @@ class ActionLog:
                 in_force.append(
                     taken_over(
                         policy, action_id=record.id, action=record.action, rule=record.rule, params=record.params,
-                        returned=record.returned, applied_seen=then, seen=seen,
+                        returned=record.returned, had_no_effect=record.outcome == "no_effect",
+                        applied_seen=then, seen=seen,
                     )
                 )  # fmt: skip
         return replace(state, spent=spent, next_number=number, in_force=tuple(in_force))

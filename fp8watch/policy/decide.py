@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fp8watch.policy import outcome
 from fp8watch.policy.fill import NotNow, Params, fill
 from fp8watch.policy.lr_return import why_lr_is_kept
 from fp8watch.policy.match import first_match, passed_over
-from fp8watch.policy.outcome import INSURANCE, is_covered, why_not_recovered
 from fp8watch.policy.preconditions import why_quiet
 from fp8watch.policy.questions import asked_already
 from fp8watch.policy.recurrence import grown_serious, new_track, taken_up_again
@@ -30,8 +30,6 @@ AFTERMATH_STEPS = 5
 """A trouble that began inside a settling window must outlive the window by this many steps to count as its own."""
 CLIP_STEPS = 300
 """A clip limit has to be in force for this many steps before the share of clipped steps means anything."""
-BUILDS_ON = frozenset({"rollback", "bf16_all", "halt"})
-"""Before these actions the previous rung is not undone: a rollback, for one, keeps what is in force."""
 
 
 def decide(policy: Policy, state: PolicyState, view: View) -> tuple[PolicyState, list[Decision]]:
@@ -64,7 +62,7 @@ class _Turn(Turn):
             if track.phase != "settling" or self.view.seen < track.judge_at:
                 continue
             rule = self._rule(track)
-            why = why_not_recovered(self.policy, self.view, track, self._rung(track))
+            why = outcome.why_not_recovered(self.policy, self.view, track, self._rung(track))
             if why is None:
                 self._verdict(track, "helped", self._why_helped(track))
                 track = replace(track, phase="done", helped=True, is_damaged=False, resolved_seen=self.view.seen)
@@ -73,7 +71,7 @@ class _Turn(Turn):
                 self._no_effect(track, rule, why)
 
     def _why_helped(self, track: Track) -> str:
-        if track.action in INSURANCE:
+        if track.action in outcome.INSURANCE:
             return "in force"
         rung = self._rung(track)
         if rung is None or rung.verify == Verify():
@@ -86,18 +84,13 @@ class _Turn(Turn):
         """Helped, but the loss is still damaged and the next rung is there to repair it: that rung is due."""
         for at in range(track.rung + 1, len(rule.ladder) if rule else 0):
             assert rule is not None
-            if self._is_for_damage(rule.ladder[at], track.trouble):
+            if outcome.is_for_damage(self.view, rule.ladder[at], track.trouble):
                 excess = self.view.loss_excess(track.trouble.onset_step)
                 why = f"loss {excess:.1%} above its level before onset {track.trouble.onset_step}"
                 return replace(track, phase="open", rung=at, is_due=True, why=why)
             if rule.ladder[at].mode != "observe":
                 break
         return track
-
-    def _is_for_damage(self, rung: Rung, trouble: Trouble) -> bool:
-        """Whether a rung is for as much damage to the loss as is left, although the trouble itself is over."""
-        excess = self.view.loss_excess(trouble.onset_step)
-        return rung.if_loss_above is not None and excess is not None and excess > rung.if_loss_above
 
     def _no_effect(self, track: Track, rule: Rule | None, why: str) -> None:
         self._verdict(track, "no_effect", why)
@@ -106,10 +99,7 @@ class _Turn(Turn):
         moved = replace(track, rung=track.rung + 1, phase="open", is_due=True, helped=False, why=blame)
         held = next((item for item in self.state.in_force if item.action_id == track.action_id), None)
         rung = self._rung(track)
-        keeps = (following is not None and following.action in BUILDS_ON) or not (
-            rung is None or rung.undo_without_effect
-        )
-        keeps = keeps or self._is_wanted_by_another(track)
+        keeps = outcome.is_kept_without_effect(rung, following) or self._is_wanted_by_another(track)
         if held is not None and not keeps and (wrong := why_lr_is_kept(held, self.view)) is not None:
             # The jumped rate on top of the trouble would be worse. Returned as any other, when the schedule is back.
             until = self.view.seen if held.until_seen is None else held.until_seen
@@ -128,7 +118,7 @@ class _Turn(Turn):
             if item.action_id != track.action_id or item.trouble.incident == track.trouble.incident:
                 continue
             rung = first_acting(self._rule(item), item.rung)
-            is_built_on = item.phase == "open" and rung is not None and rung.action in BUILDS_ON
+            is_built_on = item.phase == "open" and rung is not None and rung.action in outcome.BUILDS_ON
             if item.phase == "settling" or item.helped or is_built_on:
                 return True
         return False
@@ -263,7 +253,7 @@ class _Turn(Turn):
                     why = passed_over(self.policy, trouble, self.view)
                     self._note(trouble, "", f"no rule has it: {why}" if why else "no rule speaks of it")
                 continue
-            if is_covered(self.state, trouble) and not is_due:
+            if outcome.is_covered(self.state, trouble) and not is_due:
                 self._note(trouble, match[1].name, "covered by an action that is in force")
                 continue
             position, rule = match
@@ -315,7 +305,9 @@ class _Turn(Turn):
         due = track.rung
         while track.rung < len(rule.ladder):
             rung = rule.ladder[track.rung]
-            is_wanted = self._is_for_damage(rung, trouble) if track.rung > due else rung.if_loss_above is not None
+            is_wanted = (
+                outcome.is_for_damage(self.view, rung, trouble) if track.rung > due else rung.if_loss_above is not None
+            )
             if track.helped and not is_wanted:
                 if rung.mode == "observe":
                     track = replace(track, rung=track.rung + 1)

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fp8watch.policy.outcome import overlaps
+from fp8watch.policy.outcome import is_kept_without_effect, overlaps
 from fp8watch.policy.rungs import Rung, TightenClip
-from fp8watch.policy.schema import Policy
+from fp8watch.policy.schema import Policy, first_acting
 from fp8watch.policy.state import InForce, PolicyState, Returned, Track
 from fp8watch.policy.view import View
 
@@ -65,14 +65,15 @@ def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> P
 
 def taken_over(
     policy: Policy, *, action_id: str, action: str, rule: str, params: Mapping[str, Any],
-    returned: Collection[str] = (), applied_seen: int, seen: int,
+    returned: Collection[str] = (), had_no_effect: bool = False, applied_seen: int, seen: int,
 ) -> InForce:  # fmt: skip
     """An action that was in force when this controller began, with what is left of its hold.
 
     `returned`: its layers that are not in force any more. `applied_seen`: when it was applied, in observed steps, of
     which `seen` is now. How often a hold had grown is not known any more.
     """
-    ladder = next((item.ladder for item in policy.rules if item.name == rule), ())
+    known = next((item for item in policy.rules if item.name == rule), None)
+    ladder = known.ladder if known is not None else ()
     taken = ((at, item) for at, item in enumerate(ladder) if item.action == action and item.mode != "observe")
     index, rung = next(taken, (0, None))
     held = InForce(
@@ -82,8 +83,12 @@ def taken_over(
     if rung is None:
         return held
     hold = None if rung.hold_steps is None else max(rung.settle_steps, rung.hold_steps)
+    is_level = action == "hold_lr" and "to_lr" in params  # which stays, without effect, until the schedule is back
+    is_unwanted = had_no_effect and is_level and not is_kept_without_effect(rung, first_acting(known, index + 1))
+    if is_unwanted and hold is None:
+        hold = 0
     return replace(
-        held, rung=index, settle_steps=rung.settle_steps, hold_growth=rung.hold_growth,
+        held, rung=index, settle_steps=rung.settle_steps, hold_growth=rung.hold_growth, had_no_effect=is_unwanted,
         until_seen=None if hold is None else max(seen, applied_seen + hold),
         undo_above_clip_rate=rung.undo_above_clip_rate if isinstance(rung, TightenClip) else None,
     )  # fmt: skip

@@ -17,6 +17,15 @@ PRECISION = frozenset({"scale_frozen", "saturation", "underflow", "amax_jump", "
 INSURANCE = frozenset({"checkpoint_now", "checkpoint_cadence"})
 """Actions that repair nothing and are not judged by the trouble: they only have to be in force."""
 
+BUILDS_ON = frozenset({"rollback", "bf16_all", "halt"})
+"""Before these actions the previous rung is not undone: a rollback, for one, keeps what is in force."""
+
+
+def is_kept_without_effect(rung: Rung | None, following: Rung | None) -> bool:
+    """Whether a rung that had no effect stays in force. `following`: the next one that acts."""
+    is_built_on = following is not None and following.action in BUILDS_ON
+    return is_built_on or (rung is not None and not rung.undo_without_effect)
+
 
 def why_not_recovered(policy: Policy, view: View, track: Track, rung: Rung | None) -> str | None:
     """Why the run has not recovered; None: it has.
@@ -40,6 +49,12 @@ def why_not_recovered(policy: Policy, view: View, track: Track, rung: Rung | Non
         if excess is not None and excess > verify.loss_within:
             return f"loss still {excess:.1%} above its level before onset {track.trouble.onset_step}"
     return None
+
+
+def is_for_damage(view: View, rung: Rung, trouble: Trouble) -> bool:
+    """Whether a rung is for as much damage to the loss as is left, although the trouble itself is over."""
+    excess = view.loss_excess(trouble.onset_step)
+    return rung.if_loss_above is not None and excess is not None and excess > rung.if_loss_above
 
 
 def _same_rule(policy: Policy, view: View, track: Track, trouble: Trouble) -> bool:

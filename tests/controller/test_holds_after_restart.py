@@ -86,6 +86,23 @@ def test_the_rung_that_only_observes_says_nothing_of_the_hold() -> None:
     assert (found.rung, found.until_seen) == (2, 1000 - 200 + 400)
 
 
+@pytest.mark.parametrize(
+    ("following", "outcome", "expected"),
+    [
+        ("{action: rewarm}", "no_effect", (1000, True)), ("{action: halt, mode: observe}", "no_effect", (1000, True)),
+        ("{action: rollback}", "no_effect", (None, False)), ("{action: rewarm}", "helped", (None, False)),
+    ],
+)  # fmt: skip
+def test_a_level_without_effect_still_waits_for_its_schedule_only(
+    following: str, outcome: str, expected: tuple[int | None, bool]
+) -> None:
+    ladder = f"      - {{action: hold_lr, settle_steps: 5}}\n      - {following}\n"
+    policy = parse(POLICY + "  - name: jump\n    when: {detector: loss_spike}\n    ladder:\n" + ladder)
+    known = record("hold_lr", "jump", 100, params={"to_lr": 1e-3}, outcome=outcome)
+    (found,) = taken_over(policy, known, reached=300, seen=1000).in_force
+    assert (found.until_seen, found.had_no_effect) == expected
+
+
 def test_layers_that_are_back_already_are_not_given_back_again() -> None:
     """The rank refuses to give back what it does not hold, and the rest would stay in BF16 for good."""
 
