@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -79,6 +80,6 @@ def test_a_version_in_quotes(tmp_path: object) -> None:
 def test_every_key_of_the_schema_has_a_place() -> None:
     assert {*re.findall(r'"(\w+)": \{', json_schema())} - set(PLACES) - {"properties", "items"} <= {
         "Approval", "Budgets", "Change", "Quiet", "Requires", "Rule", "Verify", "When", "discriminator", "mapping",
-        "additionalProperties", "$defs", "params", *(re.findall(r'"(\w+)": \{\n      "additional', json_schema())),
+        "additionalProperties", "$defs", "params", *json.loads(json_schema())["$defs"],
     }  # fmt: skip
     assert all(f"action {name}" not in places for name in ACTIONS for places in [PLACES["settle_steps"]])
