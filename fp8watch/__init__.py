@@ -1,6 +1,7 @@
 """fp8watch keeps FP8 training runs healthy while they run.
 
-`import fp8watch` is lazy (PEP 562): neither torch nor anything of the agent is loaded before it is used.
+`import fp8watch` is lazy (PEP 562): neither torch nor anything of the agent is loaded before it is used. That holds for
+sub-packages too: `fp8watch.emulation.convert` needs no import of its own.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ _HOME = {
     "RanksApart": "fp8watch.errors",
     "Watch": "fp8watch.training.watch",
 }
+_PACKAGES = frozenset({"checkpoints", "detect", "emulation", "errors", "policy", "records", "replay", "security"})
+"""Sub-packages and modules that a script may use without importing them by name."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_PACKAGES})

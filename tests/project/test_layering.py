@@ -54,6 +54,18 @@ def test_the_training_process_needs_neither_exporter_nor_dashboards() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_the_readme_calls_needs_no_import_but_the_librarys() -> None:
+    code = (
+        "import sys, fp8watch; assert 'torch' not in sys.modules; import torch;"
+        "model = torch.nn.Sequential(torch.nn.Linear(32, 32)); fp8watch.emulation.convert(model);"
+        "print(type(model[0]).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("Fp8Linear\n", "")
+    for name in set(dir(fp8watch)) - set(fp8watch.__all__):
+        assert getattr(fp8watch, name).__name__ == f"fp8watch.{name}"
+
+
 def test_public_names_are_what_all_says() -> None:
     assert fp8watch.__all__ == sorted(fp8watch.__all__)
     for name in fp8watch.__all__:
