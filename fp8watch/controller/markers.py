@@ -30,6 +30,15 @@ def is_halted(directory: Path, run: str) -> bool:
     return os.path.exists(run_folder(directory, run) / "halted.json")
 
 
+def why_halted(directory: Path, run: str) -> str:
+    """The reason in a run's halted marker; empty: no marker, or one that cannot be read."""
+    try:
+        found = json.loads((run_folder(directory, run) / "halted.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("reason") or "") if isinstance(found, dict) else ""
+
+
 def release(directory: Path, run: str) -> bool:
     """Allow a halted run to be started again; False: it was not halted. Raises `OSError`."""
     path = run_folder(directory, run) / "halted.json"

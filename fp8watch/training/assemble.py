@@ -130,9 +130,15 @@ def assemble(arguments: Arguments) -> Assembled:
 
 
 def _refuse_halted(settings: Settings, identity: Identity) -> None:
-    """Raise `Halted` for a run that was halted and not released."""
-    if markers.is_halted(settings.dir, identity.run):
-        raise Halted(f"run {identity.run} was halted before; let it go on with: fp8watch runs release {identity.run}")
+    """Raise `Halted` for a run that was halted and not released. It is logged first, because Python prints nothing of a
+    `SystemExit` with a number."""
+    run = identity.run
+    if not markers.is_halted(settings.dir, run):
+        return
+    why = markers.why_halted(settings.dir, run)
+    halted = f"run {run} was halted before" + (f" ({why})" if why else "")
+    logger.error("fp8watch: %s; nothing is trained. To start it again: fp8watch runs release %s", halted, run)
+    raise Halted(f"{halted}; let it go on with: fp8watch runs release {run}")
 
 
 def _modules(guard: Guard, found: sources.Found) -> tuple[str, ...]:
