@@ -68,7 +68,9 @@ class MissingDependency(Fp8watchError, ImportError):
     """An optional package is needed and missing."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; pip install 'fp8watch[{extra}]'")
+        super().__init__(
+            f"{package} is not installed: install the extra `{extra}` (in a clone: pip install -e '.[{extra}]')"
+        )
 
 
 class Halted(SystemExit):

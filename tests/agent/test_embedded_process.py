@@ -265,11 +265,14 @@ def test_without_prometheus_client_all_but_metrics_works(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prometheus_client.py").write_text("raise ImportError('not here')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     sender = _Sender("r")
     welcome = make.wait_for(sender.channel.take)[0]
     assert welcome.metrics_url == ""
-    assert sender.notes() == ["no metrics: prometheus-client is not installed; pip install 'fp8watch[agent]'"]
+    assert sender.notes() == [
+        "no metrics: prometheus-client is not installed: "
+        "install the extra `agent` (in a clone: pip install -e '.[agent]')"
+    ]
     sender.train(3)
     sender.channel.send(make.goodbye("r", sender.step))
     sender.channel.close()
