@@ -21,7 +21,7 @@ from fp8watch.commands.stores import DirOption, JsonOption
 from fp8watch.errors import Unreachable
 
 PACKAGES = (
-    "torch", "transformer-engine", "numpy", "msgspec", "pydantic", "prometheus-client", "redis", "streamlit",
+    "torch", "transformer-engine", "torchao", "numpy", "msgspec", "pydantic", "prometheus-client", "redis", "streamlit",
     "grafana-foundation-sdk",
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -156,6 +157,8 @@ def test_doctor_says_what_does_not_work(tmp_path: Path) -> None:
     result = call("doctor", "--no-with-torch", "--json", "--dir", str(tmp_path / "new"))
     checks = {item["name"]: item["result"] for item in json.loads(result.stdout)}
     assert result.exit_code == 0
+    for name in ("transformer-engine", "torchao"):  # the FP8 layers that are found in a model
+        assert checks[name] == ("absent" if importlib.util.find_spec(name.replace("-", "_")) is None else "ok")
     assert checks["FP8WATCH_DIR"] == checks["sqlite"] == "ok"
     (tmp_path / "file").write_text("")
     broken = call("doctor", "--no-with-torch", "--json", "--dir", str(tmp_path / "file"))
