@@ -6,6 +6,9 @@ nothing to read back and no outcome.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fp8watch.records import ActionRecord
 
 _STATES = {
@@ -20,6 +23,34 @@ _STATES = {
     "reverted": "done and undone",
 }
 _EFFECTS = {"helped": "helped", "no_effect": "no effect", "reverted": "undone", "pending": "being judged"}
+
+
+def named(action: str, params: Mapping[str, Any]) -> str:
+    """An action with what it was asked to do: `rollback (checkpoint step-000120, skip_batches 200)`. Empty lists and
+    mappings say nothing and are left out."""
+    given = {name: value for name, value in params.items() if not (isinstance(value, list | dict) and not value)}
+    shown = parameters(given)
+    return f"{action} ({shown})" if shown else action
+
+
+def parameters(values: Mapping[str, Any], limit: int = 4) -> str:
+    """`name 3` for plain values, `3 names` for lists and mappings."""
+    parts = []
+    for name, value in list(values.items())[:limit]:
+        if isinstance(value, float):
+            parts.append(f"{name} {value:.4g}")
+        elif isinstance(value, list | dict):
+            parts.append(_only(name, value) if len(value) == 1 else f"{len(value)} {name}")
+        elif value is not None:
+            parts.append(f"{name} {value}")
+    if len(values) > limit:
+        parts.append("...")
+    return ", ".join(parts)
+
+
+def _only(name: str, values: list[Any] | dict[str, Any]) -> str:
+    first = next(iter(values))
+    return f"{name} {first.get('action', len(first))}" if isinstance(first, dict) else str(first)
 
 
 def is_done(action: ActionRecord) -> bool:

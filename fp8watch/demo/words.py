@@ -24,12 +24,11 @@ def finding_line(finding: Finding, *, with_evidence: bool = True) -> str:
 
 def action_line(action: ActionRecord) -> str:
     """What was done, whether it is in force, and whether it helped."""
-    shown = parameters(action.params)
-    name = f"{action.action} ({shown})" if shown else action.action
+    name = action_words.named(action.action, action.params)
     if action.applied_step is None:
         reason = f": {action.reason}" if action.reason else ""
         return f"step {action.decided_step}: {name} {action_words.state(action)}{reason}"
-    observed = parameters(action.observed)
+    observed = action_words.parameters(action.observed)
     read_back = f"read back {action_words.read_back(action)}" + (f" ({observed})" if observed else "")
     return f"step {action.applied_step}: {name}, {read_back}, {action_words.effect(action)}"
 
@@ -39,19 +38,4 @@ def evidence(found: dict[str, Any]) -> str:
     words = found.get("for")
     if isinstance(words, list) and words:
         return "; ".join(str(word) for word in words)
-    return parameters(found)
-
-
-def parameters(values: dict[str, Any], limit: int = 4) -> str:
-    """`name 3` for plain values, `3 names` for lists and mappings."""
-    parts = []
-    for name, value in list(values.items())[:limit]:
-        if isinstance(value, float):
-            parts.append(f"{name} {value:.4g}")
-        elif isinstance(value, list | dict):
-            parts.append(str(next(iter(value))) if len(value) == 1 else f"{len(value)} {name}")
-        elif value is not None:
-            parts.append(f"{name} {value}")
-    if len(values) > limit:
-        parts.append("...")
-    return ", ".join(parts)
+    return action_words.parameters(found)

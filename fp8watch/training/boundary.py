@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fp8watch import action_words
 from fp8watch.actions.base import Action, Applied, ReadBack
 from fp8watch.actions.undo import settled
 from fp8watch.records import Command, CommandResult, Mode, Verb
@@ -302,7 +303,8 @@ class Boundary:
                 self._answer(command, step, "applied")
             else:
                 self._applied[command.id] = settled(local.applied)
-                logger.warning("fp8watch: step %d: applied %s %s", step, command.action, command.params)
+                done = action_words.named(command.action, command.params)
+                logger.warning("fp8watch: step %d: applied %s", step, done)
                 self._answer(
                     command, step, "applied", replayed=local.applied.steps_replayed, observed=local.applied.expected
                 )  # fmt: skip

@@ -25,6 +25,15 @@ def test_tighten_clip_is_in_force_from_the_next_step(trainer, channel):
     assert channel().of(StepFrame)[-1].scalars["clip_limit"] == 0.01
 
 
+def test_what_was_applied_is_logged_in_words(trainer, channel, caplog):
+    watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
+    trainer.steps(watch, 3)
+    channel().replies.append(command("bf16_layers", params={"layers": ["0"], "tensors": []}))
+    trainer.steps(watch, 2)
+    said = [record.message for record in caplog.records if "applied" in record.message]
+    assert said == ["fp8watch: step 4: applied bf16_layers (0)"]
+
+
 def test_bf16_layers_run_in_bf16_and_come_back(trainer, channel):
     watch = fp8watch.attach(trainer.model, trainer.optimizer, policy="auto")
     trainer.steps(watch, 2)

@@ -75,6 +75,20 @@ def test_every_state_reads_as_what_it_is(fields: dict[str, Any], state: str, rea
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({}, "rollback"),
+        ({"checkpoint": "s-120", "changes": [], "skip_batches": 5}, "rollback (checkpoint s-120, skip_batches 5)"),
+        ({"changes": [{"action": "hold_lr", "params": {"factor": 0.5}}]}, "rollback (changes hold_lr)"),
+        ({"layers": ["a"], "factor": 0.123456}, "rollback (a, factor 0.1235)"),
+        ({"layers": ["a", "b"]}, "rollback (2 layers)"),
+    ],
+)
+def test_parameters_are_said_in_words(params: dict[str, Any], words: str) -> None:
+    assert action_words.named("rollback", params) == words
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     for number, run in enumerate(("r", "newer")):
