@@ -169,7 +169,7 @@ class Welcome(Record, frozen=True, kw_only=True, tag="welcome"):
     metrics_url: str = ""
     store: str = ""
     warnings: list[str] = []
-    """What a person should know about the agent: a store that could not be written, a missing package."""
+    """What a person should know: a store that could not be written, a missing package, a question that waits."""
 
 
 class Command(Record, frozen=True, kw_only=True, tag="command"):

@@ -160,6 +160,10 @@ class NodeSession:
         self._has_news = False
         return self._welcome()
 
+    def questions(self) -> Welcome | None:
+        """None: the actions that wait are known to the cluster's controller only."""
+        return None
+
     def close(self) -> None:
         """No rank of the run is left on this node."""
         self._forward(self._reducer.tick())

@@ -55,6 +55,9 @@ class Session(Protocol):
     def news(self) -> Welcome | None:
         """A message for all ranks, if there is a new one."""
 
+    def questions(self) -> Welcome | None:
+        """A message for one rank, which logs it for all; taken only when one is connected."""
+
     def close(self) -> None:
         """The run is over on this node."""
 
@@ -234,6 +237,10 @@ class AgentServer:
         news = None if session is None else session.news()
         if news is not None:
             self._broadcast(run, news)
+        first = min((key for key in self._connections if key[0] == run), default=None)
+        asked = None if session is None or first is None else session.questions()
+        if asked is not None and first is not None:
+            self._connections[first].send(asked)
 
     def _broadcast(self, run: str, reply: Reply) -> None:
         for key, connection in list(self._connections.items()):

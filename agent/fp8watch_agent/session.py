@@ -23,6 +23,7 @@ from fp8watch_agent import store_place, targets
 from fp8watch_agent.guarded_store import GuardedStore
 from fp8watch_agent.metrics_state import MetricsState
 from fp8watch_agent.options import AgentOptions
+from fp8watch_agent.questions import Questions
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class RunSession:
         self._metrics = metrics
         self._term = 0
         self._unsaid: list[str] = []
+        self._questions = Questions()
         self._has_store_failed = False
         opened = store_place.open_store(options, run)
         for warning in opened.warnings:
@@ -71,7 +73,7 @@ class RunSession:
             started_unix=time.time(),
         )
         self._store = GuardedStore(opened.store, self._store_failed)
-        self._controller = make(self._store, metrics.record)
+        self._controller = make(self._store, self._heard)
         self._announce(self._endpoint)
 
     def warn(self, warning: str) -> None:
@@ -117,10 +119,19 @@ class RunSession:
         self._unsaid.clear()
         return self._welcome()
 
+    def questions(self) -> Welcome | None:
+        """A welcome for one rank with what is new about actions that wait for a person; None: nothing is."""
+        told = self._questions.take()
+        return msgspec.structs.replace(self._welcome(), warnings=told) if told else None
+
     def close(self) -> None:
         """Close the store and mark the endpoint as ended."""
         self._store.close()
         self._announce(msgspec.structs.replace(self._endpoint, state="ended", socket="", metrics_url=""))
+
+    def _heard(self, record: Stored) -> None:
+        self._questions.hear(record)
+        self._metrics.record(record)
 
     def _ask(self, question: Callable[[], list[Reply]]) -> list[Reply]:
         try:

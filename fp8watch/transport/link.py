@@ -47,6 +47,8 @@ ABSENT_SECONDS = 1.0
 FULL_SECONDS = 0.2
 """How long to wait for room in the socket before anything else is looked at."""
 READ_BYTES = 256 * 1024
+MAX_TOLD = 256
+"""Texts of the agent that are known again when it repeats them, as at each new connection."""
 LAST_READS = 16
 """Most reads of what the agent said before it stopped listening: many times what a socket holds. It may go on talking.
 """
@@ -83,6 +85,8 @@ class Link(threading.Thread):
         self._stopping = threading.Event()
         self._deadline = 0.0
         self._warned: set[str] = set()
+        self._told: dict[str, None] = {}
+        """What the agent has said last, oldest first."""
         self.inbox: deque[Reply] = deque(maxlen=4096)
         self.notes: deque[str] = deque(maxlen=256)
         self.dropped: Counter[str] = Counter()
@@ -324,7 +328,7 @@ class Link(threading.Thread):
             return
         if isinstance(reply, Welcome):
             for warning in reply.warnings:
-                self._warn_once(warning)
+                self._tell_once(warning)
         self.inbox.append(reply)
 
     def _keep_process(self, process: AgentProcess) -> bool:
@@ -358,6 +362,15 @@ class Link(threading.Thread):
         left = len(self._queue) + (self._current is not None)
         if left and not self.has_given_up:
             logger.warning("fp8watch: %d messages were not sent: no agent at %s took them", left, self._address)
+
+    def _tell_once(self, warning: str) -> None:
+        """Note what the agent says. A long run may ask a person any number of questions, so the oldest is forgotten and
+        no new one withheld."""
+        if warning not in self._told:
+            self.notes.append(warning)
+            self._told[warning] = None
+            if len(self._told) > MAX_TOLD:
+                del self._told[next(iter(self._told))]
 
     def _warn_once(self, warning: str) -> None:
         if warning not in self._warned and len(self._warned) < 64:

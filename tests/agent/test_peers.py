@@ -88,6 +88,9 @@ class Silent:
     def news(self):
         return None
 
+    def questions(self):
+        return None
+
     def close(self):
         pass
 

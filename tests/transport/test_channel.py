@@ -145,6 +145,17 @@ def test_replies_and_warnings_arrive_once(agent: _Agent, channel: Channel) -> No
     assert channel.notes() == []
 
 
+def test_what_the_agent_says_late_in_a_long_run_is_not_withheld(agent: _Agent, channel: Channel) -> None:
+    channel.set_preamble([HELLO])
+    agent.accept()
+    questions = [f"question {number}" for number in range(200)]
+    said: list[str] = []
+    for question in questions:
+        agent.reply(Welcome(wire_version=1, run="r", term=3, warnings=["the disk is full", question]))
+        _until(lambda: said.extend(channel.notes()) or said[-1:] == [question])  # noqa: B023
+    assert said == ["the disk is full", *questions]
+
+
 def test_a_hung_agent_costs_nothing_and_loses_only_old_frames(agent: _Agent, channel: Channel) -> None:
     """An agent that reads nothing: socket buffer and queue fill, send stays quick, drops are counted and told."""
     channel.set_preamble([HELLO])
