@@ -1,7 +1,7 @@
 """Cost of watching on a GPU: blocks of steps of two equal trainings, bare and watched, alternating in one process.
 
-    python bench/capture.py [--shape gpu-bound|launch-bound|torchao|many-tensors|all] [--pairs N] [--append]
-                            [--out FILE]
+    python bench/capture.py [--shape gpu-bound|launch-bound|torchao|many-tensors|all] [--kind ROW...] [--pairs N]
+                            [--append] [--out FILE]
 
 Needs Transformer Engine (torchao for that shape). Every block is timed by the wall clock between two synchronisations,
 so both host and device time count. The ratio is watched over bare of neighbouring blocks; its median (a mean of
@@ -11,10 +11,10 @@ frames, as on a node. There are two kinds of watched blocks: with every amax and
 counts of every cast in one step of ten as well. A logging step is also compared with one of Transformer Engine's own
 debug features, each step timed alone. CPU time is that of the training thread inside fp8watch, measured separately.
 
-Rows of shapes that are not run stay in the result file; each row names the code that it was measured with. `--append`
-adds blocks to those of the same row and code instead of replacing them: an interval gets narrower with more blocks. On
-one H200 allow 280 s for the GPU-bound shape, 700 s for the launch-bound one, 120 s for torchao, a minute for many
-tensors.
+Rows that are not run stay in the result file; each row names its code and command. `--append` adds blocks to those of
+the same row and code instead of replacing them, and the row says how many each run gave: decide on their number before
+you look, because a bar is met by chance if blocks are added until it is. On one H200 allow 280 s for the GPU-bound
+shape, 700 s for the launch-bound one, 120 s for torchao, a minute for many tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=[*SHAPES, "torchao", "all"], default=["all"])
     parser.add_argument("--pairs", type=int, help="groups of blocks of each kind (default: depends on its noise)")
+    parser.add_argument("--kind", nargs="+", choices=PLANS, default=[*PLANS], help="ratios to measure (default: all)")
     parser.add_argument("--append", action="store_true", help="add to the blocks of the same rows and code")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "capture_h200.json")
     chosen = parser.parse_args()
@@ -81,7 +82,7 @@ def main() -> int:
     with agent():
         for name in names:
             started = time.perf_counter()
-            for found in measure(name, chosen.pairs):
+            for found in measure(name, chosen.pairs, chosen.kind):
                 row = pooled(found, chosen.out) if chosen.append else found
                 rows.append(row)
                 print(f"{describe(row)} ({time.perf_counter() - started:.0f} s)", flush=True)
@@ -124,8 +125,8 @@ def attach(training: Training, run: str, options: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
-    """The rows of one shape, each as soon as it is measured."""
+def measure(name: str, pairs: int | None, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of one shape, each as soon as it is measured. `kinds`: which ratios."""
     if name == "many-tensors":
         yield memory_row()
         return
@@ -146,6 +147,8 @@ def measure(name: str, pairs: int | None) -> Iterator[dict[str, Any]]:
     if name == "launch-bound":
         yield cpu_row(training, shape)
     for kind, options in ((name, EVERY), (f"{name} statistics", SAMPLED)):
+        if kind not in kinds:
+            continue
         plan = PLANS[kind] | ({"pairs": pairs} if pairs else {})
         if options is SAMPLED:  # of the timed steps, and untimed ones come between them
             options = options | {"statistics_every": SAMPLE_EVERY * (plan["lead"] + plan["steps"]) // plan["steps"]}
@@ -177,7 +180,8 @@ def row(name: str, shape: str, times: Times, group: int = 1) -> dict[str, Any]:
         "name": name, "shape": shape, "bare_ms": typical(times["bare"], group),
         "watched_ms": typical(times["watched"], group), "ratio": ratio, "ci95": [low, high],
         "ratio_of_means": statistics.fmean(times["watched"]) / statistics.fmean(times["bare"]),
-        "bar": BARS[name], "pass": high <= BARS[name], "raw": {"ms": times, "blocks_a_group": group},
+        "bar": BARS[name], "pass": high <= BARS[name],
+        "raw": {"ms": times, "blocks_a_group": group, "blocks_a_run": [len(times["bare"])]},
     }  # fmt: skip
 
 
@@ -190,7 +194,9 @@ def pooled(new: dict[str, Any], path: Path) -> dict[str, Any]:
     if old["raw"].get("blocks_a_group") != group:
         return new
     times = {kind: old["raw"]["ms"][kind] + blocks for kind, blocks in new["raw"]["ms"].items()}
-    return new | row(new["name"], new["shape"], times, group)
+    found = new | row(new["name"], new["shape"], times, group)
+    found["raw"]["blocks_a_run"] = old["raw"]["blocks_a_run"] + new["raw"]["blocks_a_run"]
+    return found
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -326,7 +332,7 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     if "torchao" in sys.modules:
         versions["torchao"] = sys.modules["torchao"].__version__
     code = _code()
-    rows = [{**row, "code": code} for row in rows]
+    rows = [{**row, "code": code, "command": command} for row in rows]
     report = {
         "commit": code,
         "date": datetime.date.today().isoformat(), "versions": versions, "machine": torch.cuda.get_device_name(),

@@ -55,7 +55,7 @@ def redis_version() -> str:
 def as_text(report: dict[str, Any]) -> str:
     """The file's content, with a row on a line. Raises `ValueError` for a number that JSON does not know."""
     fields = json.dumps({key: value for key, value in report.items() if key != "rows"}, indent=1, allow_nan=False)
-    rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in report["rows"])
+    rows = ",\n  ".join(json.dumps(row, allow_nan=False, separators=(",", ":")) for row in report["rows"])
     return f'{fields[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
