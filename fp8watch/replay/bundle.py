@@ -2,8 +2,9 @@
 
 A ZIP archive: `report.txt` for people; `manifest.json` (versions, window, checksums, whether a replay reproduces the
 findings); `trace.jsonl`, `findings.json`, `actions.json`, `results.json`, `hello.json`, `policy.yaml`; `frames.sqlite`
-(a store with every rank's frames at full resolution, and their layouts); `samples.json` and `state.msgpack` (the
-state of the detectors before the first frame), so that `fp8watch replay bundle.zip` finds the same again.
+(a store with every rank's frames at full resolution, and their layouts); `samples.json` (the steps, with the
+checkpoints and decisions of each) and `state.msgpack` (the state of the detectors before the first frame), so that
+`fp8watch replay bundle.zip` finds the same again, and a policy has the same to choose from.
 """
 
 from __future__ import annotations
@@ -31,19 +32,16 @@ from fp8watch.controller.closer import CloserLooks
 from fp8watch.controller.merge import merge
 from fp8watch.controller.stores.base import Store
 from fp8watch.controller.stores.sqlite import SqliteStore
-from fp8watch.detect.base import Sample
 from fp8watch.detect.pipeline import Pipeline
 from fp8watch.errors import BadInput
-from fp8watch.records import Finding, Layout, StepFrame
+from fp8watch.records import Finding, Layout, StepFrame, TraceEntry
 from fp8watch.replay.detected import open_troubles
 from fp8watch.replay.incident import Incident
 from fp8watch.replay.recording import Facts, Recording, Seen
-from fp8watch.replay.reenact import Reenactment, has_journal
+from fp8watch.replay.window import MARGIN_STEPS, Window, of_incident, with_log
 
 logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
-MARGIN_STEPS = 256
-"""Steps before the onset and after the last line of the log whose frames go into a bundle; the store keeps as many."""
 LIMIT_BYTES = 256 << 20
 """Largest unpacked size of a part that is read into memory."""
 FRAMES = "frames.sqlite"
@@ -56,31 +54,12 @@ _OF_DETECTORS = re.compile(r"(\d+-)?f\d+")
 """Ids of the detectors' findings. The controller's own findings (data that repeats) need more than frames."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A sample of the window; rows are in the order in which the detectors saw them."""
-
-    attempt: int
-    step: int
-    is_quiet: bool = False
-    generation: int = 0
-    """Counts the sets of detectors: each new process began with new ones."""
-    expected_ranks: int = 0
-
-
-class Window(msgspec.Struct, kw_only=True):
-    """What a replay of the bundle needs besides the frames."""
-
-    rows: list[Row] = []
-    prefixes: dict[int, str] = {}
-    """Generation -> prefix of the ids of its findings."""
-
-
 def export(store: Store, incident: Incident, path: Path) -> dict[str, Any]:
     """Write a bundle and return its manifest. Replays the run once to get the detectors' state.
 
     Raises `OSError`, and then leaves the file at `path` as it was.
     """
-    window, state = _window(store, incident)
+    window, state = of_incident(store, incident, _OF_DETECTORS)
     with tempfile.TemporaryDirectory() as folder:
         frames = Path(folder) / FRAMES
         num_frames = _copy_frames(store, incident, window, frames)
@@ -151,40 +130,6 @@ def _text(value: Any) -> Any:
     return str(value)
 
 
-def _window(store: Store, incident: Incident) -> tuple[Window, bytes | None]:
-    window, run = Window(), incident.record.run
-    if not has_journal(store, run):
-        frames = store.read(run, StepFrame, incident.first_step - MARGIN_STEPS, incident.last_step + MARGIN_STEPS)
-        keys = {(item.attempt, item.step) for item in frames if incident.covers(item.attempt, item.step, MARGIN_STEPS)}
-        window.rows = [Row(attempt=attempt, step=step) for attempt, step in sorted(keys)]
-        return window, None
-    pipelines: list[Pipeline] = []
-    state: list[bytes] = []
-
-    def before(sample: Sample, pipeline: Pipeline) -> None:
-        if not pipelines or pipelines[-1] is not pipeline:
-            pipelines.append(pipeline)
-        if not incident.covers(sample.attempt, sample.step, MARGIN_STEPS):
-            return
-        if not state:
-            state.append(pipeline.dump())
-        window.rows.append(
-            Row(
-                attempt=sample.attempt,
-                step=sample.step,
-                is_quiet=sample.is_quiet,
-                generation=len(pipelines),
-                expected_ranks=sample.expected_ranks,
-            )
-        )
-
-    for seen in Reenactment(store, run, before=before).steps():
-        for finding in seen.findings:
-            if _OF_DETECTORS.fullmatch(finding.id):
-                window.prefixes.setdefault(len(pipelines), finding.id.rpartition("f")[0])
-    return window, state[0] if state else None
-
-
 def _copy_frames(store: Store, incident: Incident, window: Window, path: Path) -> int:
     run = incident.record.run
     keys = {(row.attempt, row.step) for row in window.rows}
@@ -216,6 +161,8 @@ def read(path: Path) -> list[Recording]:
                 reason = f"format {manifest['format']}, this reads up to {FORMAT_VERSION}"
                 raise BadInput([f"{path}:1: bundle: {reason}"])
             window = msgspec.json.decode(_checked(path, archive, manifest, "samples.json"), type=Window)
+            trace = _checked(path, archive, manifest, "trace.jsonl").splitlines()
+            window = with_log(window, [msgspec.json.decode(line, type=TraceEntry) for line in trace if line])
             policy = _checked(path, archive, manifest, "policy.yaml").decode()
             has_state = "state.msgpack" in archive.namelist()
             state = _checked(path, archive, manifest, "state.msgpack") if has_state else None
@@ -235,14 +182,16 @@ def read(path: Path) -> list[Recording]:
         made_by = "what `fp8watch incident export` writes has a manifest.json with its format, run and checksums"
         raise BadInput([f"{path}:1: bundle: an archive, but no incident bundle: {made_by}"]) from error
 
+    facts = Facts(policy=policy, unavailable=window.unavailable, warmup_steps=window.warmup_steps)
+
     def steps() -> Iterator[Seen]:
+        facts.saved = list(window.known)
         with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as archive:
             frames = Path(folder) / FRAMES
             _unpack(path, archive, manifest, FRAMES, frames)
             with contextlib.closing(SqliteStore(frames, read_only=True)) as store:
-                yield from _steps(store, window, state, run)
+                yield from _steps(store, window, state, run, facts)
 
-    facts = Facts(policy=policy)
     return [Recording(run=run, source="bundle", samples=iter(()), may_be_filtered=False, facts=facts, steps=steps)]
 
 
@@ -279,8 +228,10 @@ def _sum_of(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) -> Iterator[Seen]:
-    """Run the window's samples through the detectors, which continue from their saved state."""
+def _steps(
+    store: SqliteStore, window: Window, state: bytes | None, run: str, facts: Facts | None = None
+) -> Iterator[Seen]:
+    """Run the window's samples through the detectors, which continue from their saved state. Updates `facts`."""
     layouts = {(item.attempt, item.rank, item.layout_id): item for item in store.read(run, Layout)}
     pipeline, generation = Pipeline(run), window.rows[0].generation if window.rows else 0
     if state is not None:
@@ -294,6 +245,8 @@ def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) ->
             pipeline, generation = Pipeline(run), row.generation
         if (row.attempt, row.generation) != attempt:
             closer, attempt = CloserLooks(), (row.attempt, row.generation)
+        if facts is not None:
+            facts.saved += row.saved
         frames = [item for item in store.read(run, StepFrame, row.step, row.step) if item.attempt == row.attempt]
         if not frames:
             continue
@@ -308,4 +261,7 @@ def _steps(store: SqliteStore, window: Window, state: bytes | None, run: str) ->
             )
             for item in pipeline.observe(sample)
         ]
-        yield Seen(sample=sample, findings=findings, troubles=lambda now=pipeline: open_troubles(now))  # type: ignore[misc]
+        yield Seen(
+            sample=sample, findings=findings, troubles=lambda now=pipeline: open_troubles(now),  # type: ignore[misc]
+            trace=row.trace,
+        )  # fmt: skip
