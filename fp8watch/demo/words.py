@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8watch import action_words
+from fp8watch import action_words, evidence_words
 from fp8watch.records import ActionRecord, Finding
 
 
@@ -38,4 +38,5 @@ def evidence(found: dict[str, Any]) -> str:
     words = found.get("for")
     if isinstance(words, list) and words:
         return "; ".join(str(word) for word in words)
-    return action_words.parameters(found)
+    lead = evidence_words.not_finite(found)
+    return lead or action_words.parameters(evidence_words.telling(found))

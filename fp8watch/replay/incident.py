@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from fp8watch import action_words
+from fp8watch import action_words, evidence_words
 from fp8watch.controller.stores.base import Store
 from fp8watch.records import ActionRecord, CommandResult, Finding, RunRecord, TraceEntry
 
@@ -74,7 +74,9 @@ class Incident:
                 f"{finding.id}: {finding.severity} {finding.detector} at step {finding.step} (attempt"
                 f" {finding.attempt}), since step {finding.onset_step}, in {where}; cause: {finding.cause}"
             )
-            for key, value in finding.evidence.items():
+            if lead := evidence_words.not_finite(finding.evidence):
+                yield f"    {lead}"
+            for key, value in evidence_words.telling(finding.evidence).items():
                 if key in _REASONS or value not in ("", None, {}, []):
                     yield f"    {_REASONS.get(key, key)}: {_reasons(value) if key in _REASONS else _shown(value)}"
         yield ""

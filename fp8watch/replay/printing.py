@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fp8watch import evidence_words
 from fp8watch.errors import OutputFailed
 from fp8watch.records import Finding, TraceEntry
 from fp8watch.replay.namesakes import told_apart
@@ -177,7 +178,10 @@ class Tables:
 
     def finding(self, row: dict[str, Any]) -> None:
         """A finding."""
-        reasons = "; ".join(row["evidence"].get("for", [])) or _brief(row["evidence"])
+        evidence = row["evidence"]
+        lead = evidence_words.not_finite(evidence)
+        more = "; ".join(evidence.get("for", [])) or _brief(evidence)
+        reasons = "; ".join(part for part in (lead, more) if part)
         where = [row["tensor"], None if row["rank"] is None else f"rank {row['rank']}", reasons]
         self._add(self._table, *(str(row[c]) for c in _COLUMNS), ": ".join(part for part in where if part))
 
@@ -264,7 +268,10 @@ def _params(params: dict[str, Any]) -> str:
 
 
 def _brief(evidence: dict[str, Any]) -> str:
-    plain = {key: value for key, value in evidence.items() if isinstance(value, (int, float, str))}
+    told = evidence_words.telling(evidence)
+    if evidence_words.not_finite(evidence):
+        told.pop(evidence_words.FIRST_STEP, None)  # it is said there
+    plain = {key: value for key, value in told.items() if isinstance(value, (int, float, str))}
     return ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items()
     )
