@@ -17,9 +17,12 @@ FIRST, RUNS, SERVICES = "Try it, check it, rehearse it", "Runs and what was done
 
 def build() -> typer.Typer:
     """The whole command line."""
+
     from fp8watch.commands import actions, disarm, doctor, incidents, metrics, mounted, policy, runs
+    from fp8watch.commands.tidy import TidyGroup
 
     app = typer.Typer(
+        cls=TidyGroup,
         help="Keeps FP8 training runs healthy: watches scales, finds the cause, acts and verifies.",
         no_args_is_help=True,
         add_completion=False,

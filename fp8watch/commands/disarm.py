@@ -14,7 +14,7 @@ from fp8watch.errors import Unreachable
 
 
 def command(
-    run: Annotated[str | None, typer.Argument(help="Run; default: the newest.")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Run; default: the newest.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All runs under the folder, including later ones.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Allow acting again.")] = False,
     directory: DirOption = None,

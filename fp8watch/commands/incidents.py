@@ -58,7 +58,7 @@ def list_incidents(
     print_table(f"Incidents of {found.record.run}", columns, rows)
 
 
-IncidentArgument = Annotated[str, typer.Argument(help="Incident, or one of its findings or actions.")]
+IncidentArgument = Annotated[str, typer.Argument(metavar="ID", help="Incident, or one of its findings or actions.")]
 
 
 @app.command()

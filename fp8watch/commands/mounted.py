@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from fp8watch.commands.output import not_found
+from fp8watch.commands.tidy import tidy
 
 GROUP = "fp8watch.commands"
 OWN = {
@@ -53,7 +54,7 @@ def _add(app: typer.Typer, name: str, text: str, load: Callable[[], Any], panel:
 
 def invoke(target: Any, arguments: Sequence[str], name: str) -> None:
     """Run a Typer app, a click command, a function for Typer, or a module that contains one of them."""
-    command = _command(target)
+    command = tidy(_command(target))
     command.main(args=list(arguments), prog_name=name, standalone_mode=True)
 
 

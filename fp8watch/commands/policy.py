@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from fp8watch.policy.rungs import Rung
     from fp8watch.policy.schema import Policy, Rule
 
+LEGEND = (
+    "apart at: first step at which the two policies answer differently; - beside the first policy: they never do.\n"
+    "found, apart at: once for each run, beside its first policy; both policies are given the same findings."
+)
 app = typer.Typer(help="Check policy files, and describe them to editors.", no_args_is_help=True)
 
 
 @app.command()
 def check(
-    policy: Annotated[str, typer.Argument(help="A file, or the name of a shipped policy.")],
+    policy: Annotated[str, typer.Argument(metavar="POLICY", help="A file, or the name of a shipped policy.")],
     as_json: JsonOption = False,
 ) -> None:
     """Check a policy and print the settings in force; exit 2 with every error if it is not valid."""
@@ -58,10 +62,12 @@ def _rung(policy: Policy, rule: Rule, rung: Rung) -> str:
 
 @app.command()
 def compare(
-    first: Annotated[str, typer.Argument(help="A policy: file or name.")],
-    second: Annotated[str, typer.Argument(help="Another one.")],
-    paths: Annotated[list[str], typer.Argument(help="Recorded runs: whatever `replay` reads.", metavar="RUN...")],
-    assume: Annotated[str, typer.Option(help="helped | nothing: what is assumed of remedies.")] = "helped",
+    first: Annotated[str, typer.Argument(metavar="POLICY", help="A policy: file or name.")],
+    second: Annotated[str, typer.Argument(metavar="OTHER", help="Another one.")],
+    paths: Annotated[
+        list[str], typer.Argument(help="Recorded runs: paths or names, whatever `replay` reads.", metavar="PATH...")
+    ],
+    assume: values.AssumeOption = values.Outcome.HELPED,
     checkpoint_every: Annotated[
         int, typer.Option(min=0, max=values.MAX_COUNT, help="Steps between checkpoints, of logs. 0: none.")
     ] = 0,
@@ -76,8 +82,6 @@ def compare(
     from fp8watch.replay.recording import NOTE
     from fp8watch.replay.run import Assumptions
 
-    if assume not in {"helped", "nothing"}:
-        raise fail(BadInput([f"command line:1: --assume: helped or nothing is wanted, not {assume!r}"]))
     if first == second:
         raise fail(BadInput([f"command line:1: policies: {first} is compared with itself"]))
     policies, wrong = {}, []
@@ -89,7 +93,7 @@ def compare(
     if wrong:
         raise fail(BadInput(wrong))
     assumptions = Assumptions(
-        outcome=assume,  # type: ignore[arg-type]
+        outcome=assume.value,
         checkpoint_every=checkpoint_every,
         warmup_steps=warmup_steps,
     )
@@ -99,8 +103,9 @@ def compare(
         print_json(comparing.as_json(runs, list(policies)))
     elif runs:
         columns = ["run", "found", "policy", "done", "steps replayed", "asked", "proposed", "in the way", "apart at"]
-        print_table(f"Assuming that remedies {'help' if assume == 'helped' else 'do nothing'}", columns,
+        print_table(f"Assuming that remedies {'help' if assume is values.Outcome.HELPED else 'do nothing'}", columns,
                     comparing.rows(runs, list(policies)))  # fmt: skip
+        typer.echo(LEGEND)
     for note in notes:
         typer.echo(f"{NOTE}{note}", err=True)
     if problems:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
+
+class Outcome(StrEnum):
+    """What is assumed of remedies that a recording could not answer to."""
+
+    HELPED = "helped"
+    NOTHING = "nothing"
+
+
+AssumeOption = Annotated[
+    Outcome, typer.Option(help="What is assumed of remedies: each works at once, or none does anything.")
+]
 MAX_COUNT = 10_000_000
 """Most steps that an option takes, as in a policy: more is a typing error."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

@@ -22,6 +22,8 @@ from fp8watch.demo.scenarios.catalogue import SCENARIOS
 from fp8watch.errors import EXIT_BAD_INPUT, BadInput
 
 EXIT_BROKEN = 1
+FAMILY_WIDTH = 100
+"""Columns of a terminal in which `--list` shows each fault's family too."""
 
 
 def demo(
@@ -92,13 +94,16 @@ def _list(as_json: bool) -> None:
         ]  # fmt: skip
         typer.echo(json.dumps(rows))
         return
-    table = Table()
-    for name, no_wrap in (("scenario", True), ("what goes wrong", False), ("family", True), ("--layer", True)):
-        table.add_column(name, no_wrap=no_wrap)
+    console = Console()
+    has_family = console.width >= FAMILY_WIDTH  # else the explanation needs its room
+    table = Table(box=None, pad_edge=False)
+    for name in ("scenario", "what goes wrong", *(["family"] if has_family else []), "--layer"):
+        table.add_column(name, no_wrap=name != "what goes wrong")
     for scenario in SCENARIOS.values():
         layer = (scenario.layer or "all") if scenario.takes_layer else "-"
-        table.add_row(scenario.name, scenario.summary, scenario.family, layer)
-    Console().print(table)
+        family = [scenario.family] if has_family else []
+        table.add_row(scenario.name, scenario.summary, *family, layer)
+    console.print(table)
 
 
 def _run_json(plan: Plan, with_unwatched: bool) -> None:

@@ -20,16 +20,6 @@ class OutFormat(StrEnum):
     TABLE = "table"
 
 
-class Outcome(StrEnum):
-    """What is assumed of remedies that a recording could not answer to."""
-
-    HELPED = "helped"
-    NOTHING = "nothing"
-
-
-AssumeOption = Annotated[
-    Outcome, typer.Option(help="What is assumed of remedies: each works at once, or none does anything.")
-]
 CheckpointOption = Annotated[
     int,
     typer.Option(
@@ -44,13 +34,16 @@ WarmupOption = Annotated[
 def command(
     paths: Annotated[
         list[str],
-        typer.Argument(help="Logs, folders of them, stores, bundles, or a Redis (redis://...).", metavar="PATH..."),
+        typer.Argument(
+            help="Logs, folders of them, stores, bundles, a Redis (redis://...), or names of runs under FP8WATCH_DIR.",
+            metavar="PATH...",
+        ),
     ],
     policy: Annotated[str | None, typer.Option(help="Policy file or name: also print what it would do.")] = None,
     out_format: Annotated[OutFormat, typer.Option("--format", help="One JSON object a line, or a table.")] = (
         OutFormat.TABLE
     ),
-    assume: AssumeOption = Outcome.HELPED,
+    assume: values.AssumeOption = values.Outcome.HELPED,
     checkpoint_every: CheckpointOption = 0,
     warmup_steps: WarmupOption = None,
     decisions: Annotated[

@@ -138,7 +138,7 @@ def _rows_of_frames(store: Store, incident: Incident) -> list[Row]:
     return [Row(attempt=attempt, step=step) for attempt, step in sorted(keys)]
 
 
-def _healthy_steps(policy: str) -> int:
+def _healthy_steps(policy: str | None) -> int:
     try:
         return parse(policy).healthy_steps if policy else Policy(version=1).healthy_steps
     except BadInput:  # of another version

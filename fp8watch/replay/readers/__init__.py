@@ -9,12 +9,23 @@ binary run files.
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from fp8watch.errors import BadInput
 from fp8watch.replay import bundle, frames_file
 from fp8watch.replay.lines import beginning
-from fp8watch.replay.readers import cluster, csv_log, folder, json_rows, store, tensorboard, text_log, trainer_state
+from fp8watch.replay.readers import (
+    by_name,
+    cluster,
+    csv_log,
+    folder,
+    json_rows,
+    store,
+    tensorboard,
+    text_log,
+    trainer_state,
+)
 from fp8watch.replay.recording import Recording
 
 SNIFF_BYTES = 4 * 1024 * 1024
@@ -30,7 +41,7 @@ PACKED = {
 
 
 def open_path(source: Path | str) -> list[Recording]:
-    """The runs at a path, or in a Redis by its URL.
+    """The runs at a path, or in a Redis by its URL; where there is no such path, the run of that name.
 
     Raises `BadInput` if no reader knows the format, `MissingDependency` if a package is needed.
     """
@@ -47,7 +58,7 @@ def _open(source: Path | str) -> list[Recording]:
         raise BadInput(["command line:1: path: empty; the current folder is '.'"])
     path = Path(source)
     if not path.exists():
-        raise BadInput([f"{path}:1: path: no such file or folder"])
+        return _by_name(str(source))
     if path.is_dir():
         if any("tfevents" in item.name for item in path.iterdir()) and not (path / "trainer_state.json").is_file():
             return [tensorboard.read(path)]
@@ -63,6 +74,16 @@ def _open(source: Path | str) -> list[Recording]:
     if store.is_store(path):
         return store.read(path)
     return _open_log(path)
+
+
+def _by_name(name: str) -> list[Recording]:
+    """A run under FP8WATCH_DIR: what has a separator is meant as a path."""
+    missing = f"{name}:1: path: no such file or folder"
+    if os.sep in name:
+        raise BadInput([missing])
+    if recordings := by_name.read(name):
+        return recordings
+    raise BadInput([f"{missing}, and no run of that name {by_name.looked()}"])
 
 
 def _open_log(path: Path) -> list[Recording]:
