@@ -22,6 +22,8 @@ _STATES = {
     "unavailable": "passed over",
     "reverted": "done and undone",
 }
+NOBODY_ANSWERED = "nobody answered"
+"""How the reason of a question begins that has expired."""
 _EFFECTS = {"helped": "helped", "no_effect": "no effect", "reverted": "undone", "pending": "being judged"}
 
 
@@ -58,17 +60,28 @@ def is_done(action: ActionRecord) -> bool:
     return action.status in {"applied", "reverted"} or action.applied_step is not None
 
 
-def state(action: ActionRecord) -> str:
-    """How far it got, and who approved or refused it."""
+def state(action: ActionRecord, now: int | None = None) -> str:
+    """How far it got, and who approved or refused it; `now`: the run's step, for what a waiting rollback would cost."""
     by = action.answered_by
     if action.status == "waiting":
-        return "waiting" if action.expires_step is None else f"waiting until step {action.expires_step}"
+        until = "waiting" if action.expires_step is None else f"waiting until step {action.expires_step}"
+        return until + _would_be_lost(action, now)
+    if action.status == "expired" and not by and action.expires_step is not None:
+        return f"expired, {NOBODY_ANSWERED}" if NOBODY_ANSWERED in action.reason else "question withdrawn"
     if action.status == "refused" and by:
         return f"refused by {by}"
     words = _STATES.get(action.status, action.status)
     if action.status == "applied" and action.readback == "failed":
         words = "done, but not in force"
     return f"{words}, approved by {by}" if by and action.status != "expired" else words
+
+
+def _would_be_lost(action: ActionRecord, now: int | None) -> str:
+    target = action.params.get("checkpoint_step")
+    if now is None or action.action != "rollback" or not isinstance(target, int) or now <= target:
+        return ""
+    steps = now - target
+    return f" ({steps} {'step' if steps == 1 else 'steps'} would be lost now)"
 
 
 def read_back(action: ActionRecord) -> str:

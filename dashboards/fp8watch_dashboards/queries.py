@@ -10,7 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from fp8watch import action_words
+from fp8watch import action_words, evidence_words
 from fp8watch.controller.stores.base import Store
 from fp8watch.records import ActionRecord, Finding, RunRecord
 from fp8watch_dashboards.timeline import StepPoint, Timeline, TimelineReader
@@ -32,7 +32,8 @@ class Header:
     observed_modules: int
     expected_modules: int
     bf16_modules: int | None
-    num_open_actions: int
+    open_actions: str
+    """What waits for a person, and what was only proposed, in words; empty: nothing."""
     last_frame_unix: float | None
 
 
@@ -88,7 +89,7 @@ def finding_rows(findings: list[Finding]) -> list[dict[str, Any]]:
             "tensor or layer": finding.tensor or finding.layer or "",
             "more layers": max(0, len(finding.layers) - 1),
             "rank": finding.rank,
-            "evidence": evidence_text(finding.evidence),
+            "evidence": finding_text(finding.evidence),
             "incident": finding.incident,
             "attempt": finding.attempt,
         }
@@ -96,15 +97,15 @@ def finding_rows(findings: list[Finding]) -> list[dict[str, Any]]:
     ]
 
 
-def action_rows(actions: list[ActionRecord]) -> list[dict[str, Any]]:
-    """The action log, newest first, worded as in `fp8watch actions list`."""
+def action_rows(actions: list[ActionRecord], now: int | None = None) -> list[dict[str, Any]]:
+    """The action log, newest first, worded as in `fp8watch actions list`. `now`: step of a run that goes on."""
     return [
         {
             "decided": action.decided_step,
             "done at": "-" if action.applied_step is None else str(action.applied_step),
             "action": action.action,
             "rule": action.rule,
-            "what became of it": action_words.state(action),
+            "what became of it": action_words.state(action, now),
             "read back": action_words.read_back(action) or "-",
             "effect": action_words.effect(action) or "-",
             "params": evidence_text(action.params),
@@ -116,6 +117,12 @@ def action_rows(actions: list[ActionRecord]) -> list[dict[str, Any]]:
         }
         for action in reversed(actions)
     ]
+
+
+def finding_text(evidence: dict[str, Any]) -> str:
+    """The evidence of a finding: what is not finite first."""
+    lead = evidence_words.not_finite(evidence)
+    return ", ".join(part for part in (lead, evidence_text(evidence_words.telling(evidence))) if part)
 
 
 def evidence_text(evidence: dict[str, Any]) -> str:
@@ -155,9 +162,27 @@ def _header(record: RunRecord, timeline: Timeline, actions: list[ActionRecord]) 
         observed_modules=record.hello.observed_modules,
         expected_modules=record.hello.expected_modules,
         bf16_modules=None if bf16 is None else int(bf16),
-        num_open_actions=sum(1 for action in actions if action.status in ("proposed", "waiting")),
+        open_actions=open_actions_text(actions, record),
         last_frame_unix=newest.time_unix if newest else None,
     )
+
+
+def open_actions_text(actions: list[ActionRecord], record: RunRecord) -> str:
+    """How many actions wait for a person, with the command that answers, and how many are proposals only."""
+    waiting = [action for action in actions if action.status == "waiting"]
+    proposed = sum(1 for action in actions if action.status == "proposed")
+    parts = []
+    if len(waiting) == 1 and record.state == "running":
+        parts.append(f"1 action waits for a person (`fp8watch actions approve {waiting[0].id}`)")
+    elif waiting and record.state == "running":
+        parts.append(
+            f"{len(waiting)} actions wait for a person (`fp8watch actions list {record.run} --waiting` names them)"
+        )
+    elif waiting:
+        parts.append(f"{len(waiting)} not answered before the run's end")
+    if proposed:
+        parts.append(f"{proposed} only proposed")
+    return "; ".join(parts)
 
 
 def _last_finite(points: list[StepPoint]) -> StepPoint | None:

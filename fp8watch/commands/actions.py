@@ -21,7 +21,7 @@ from fp8watch.settings import from_environment
 app = typer.Typer(help="What was done or proposed, and what waits for a person.", no_args_is_help=True)
 RunOption = Annotated[str | None, typer.Option("--run", help="Run; default: the newest.")]
 RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Run; default: the newest.")]
-IdArgument = Annotated[str, typer.Argument(help="Id of an action that waits.")]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of an action that waits.")]
 
 
 @app.command("list")
@@ -41,10 +41,11 @@ def list_actions(
     if as_json:
         print_json(actions)
         return
+    now = found.record.last_step if found.record.state == "running" else None
     rows = [
         (
-            a.id, a.action, a.decided_step, a.applied_step, a.mode, action_words.state(a), action_words.read_back(a),
-            action_words.effect(a), a.reason,
+            a.id, a.action, a.decided_step, a.applied_step, a.mode, action_words.state(a, now),
+            action_words.read_back(a), action_words.effect(a), a.reason,
         )
         for a in actions
     ]  # fmt: skip

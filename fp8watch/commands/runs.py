@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from fp8watch import action_words, run_words
 from fp8watch.commands import stores
 from fp8watch.commands.output import not_found, print_json, print_table
 from fp8watch.commands.stores import DirOption, FolderOption, JsonOption
+
+if TYPE_CHECKING:
+    from fp8watch.records import CheckpointRecord
 
 app = typer.Typer(help="Runs under FP8WATCH_DIR and, of a cluster, in FP8WATCH_REDIS_URL.", no_args_is_help=True)
 
@@ -53,7 +56,7 @@ def _summary(item: stores.Found) -> dict[str, object]:
 
 @app.command()
 def show(
-    run: Annotated[str | None, typer.Argument(help="Run; default: the newest.")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Run; default: the newest.")] = None,
     directory: DirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -87,8 +90,13 @@ def show(
         ("store", found.store),
     ]
     print_table(f"Run {name}", ["", ""], rows)
-    marks = [(c.checkpoint, c.step, c.attempt, c.label, c.reason) for c in checkpoints]
+    marks = [(c.checkpoint, c.step, c.attempt, _label(c), c.reason) for c in checkpoints]
     print_table("Checkpoints", ["checkpoint", "step", "attempt", "label", "reason"], marks)
+
+
+def _label(saved: CheckpointRecord) -> str:
+    """Its label, unless rotation has removed it: there is nothing left to go back to."""
+    return saved.label if saved.path else f"removed (was {saved.label})"
 
 
 def _counted(names: object) -> str:
@@ -97,7 +105,7 @@ def _counted(names: object) -> str:
 
 
 @app.command()
-def release(run: Annotated[str, typer.Argument(help="Run.")], directory: FolderOption = None) -> None:
+def release(run: Annotated[str, typer.Argument(metavar="RUN", help="Run.")], directory: FolderOption = None) -> None:
     """Let a run that was halted be started again."""
     from fp8watch.controller import markers
 

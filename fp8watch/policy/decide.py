@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fp8watch.action_words import NOBODY_ANSWERED
 from fp8watch.policy import outcome
 from fp8watch.policy.fill import NotNow, Params, fill
 from fp8watch.policy.lr_return import why_lr_is_kept
@@ -134,7 +135,7 @@ class _Turn(Turn):
             verdict, by = self.view.verdicts.get(track.action_id), self.view.people.get(track.action_id, "")
             why = "approved by a person" if not by else f"approved by {by}"
             if verdict is None and self.view.seen - track.decided_seen > approval.timeout_steps:
-                silence = f"nobody answered in {approval.timeout_steps} steps"
+                silence = f"{NOBODY_ANSWERED} in {approval.timeout_steps} steps"
                 if approval.default == "refuse":
                     self._close(track, "expired", silence)
                     continue

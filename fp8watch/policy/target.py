@@ -55,7 +55,7 @@ def choose_target(
 def _chosen(record: CheckpointRecord, what: str, onset_step: int, rung: Rollback, passed: list[str]) -> Target:
     reason = (
         f"newest {what} checkpoint before onset {onset_step}: step {record.step}, {onset_step - record.step} steps "
-        f"earlier (margin {rung.margin_steps})"
+        f"before the onset (margin {rung.margin_steps})"
     )
     return Target(checkpoint=record, reason="; ".join([reason, *passed[:4]]))
 

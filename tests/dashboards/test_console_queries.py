@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fp8watch.columns import pack, unpack
 from fp8watch.controller.stores.memory import MemoryStore
 from fp8watch.controller.stores.sqlite import SqliteStore
-from fp8watch.records import StepFrame
+from fp8watch.records import ActionRecord, StepFrame
 from fp8watch_dashboards import places, queries, timeline
 from fp8watch_dashboards.headroom import headroom_log2
 from fp8watch_dashboards.timeline import TimelineReader
@@ -49,7 +49,7 @@ def test_header_says_what_the_records_say(rescued):
     assert (header.state, header.step, header.attempt, header.policy_mode) == ("running", 240, 1, "auto")
     assert header.loss == pytest.approx(runs.loss_at(240))
     assert (header.observed_modules, header.expected_modules, header.bf16_modules) == (15, 16, 1)
-    assert header.num_open_actions == 1
+    assert header.open_actions == "1 only proposed"
 
 
 def test_last_finite_loss_passes_over_nan(tmp_path):
@@ -214,3 +214,26 @@ def test_looking_at_an_absent_store_makes_none(tmp_path):
 def test_evidence_is_short_and_keeps_numbers():
     text = queries.evidence_text({"ratio": 0.123456, "ids": [1, 2, 3, 4, 5], "who": "x", "none": None})
     assert text == "ratio 0.1235, ids [1, 2, 3, ... 5 in all], who x, none null"
+
+
+def test_the_head_says_what_waits_and_what_is_only_proposed(tmp_path):
+    path = runs.write_healthy(tmp_path, steps=50)
+    with places.open_store(path) as store:
+        record = next(iter(store.runs()))
+    record = msgspec.structs.replace(record, state="running")
+    common = {
+        "run": record.run, "attempt": 0, "action": "rollback", "params": {"checkpoint_step": 20}, "rule": "x",
+        "finding": "f", "incident": "i", "mode": "approve", "decided_step": 30,
+    }  # fmt: skip
+    waiting = ActionRecord(id="w", status="waiting", expires_step=90, **common)
+    other = ActionRecord(id="v", status="waiting", **common)
+    proposed = ActionRecord(id="p", status="proposed", **common)
+    text = queries.open_actions_text([waiting, proposed], record)
+    assert text == "1 action waits for a person (`fp8watch actions approve w`); 1 only proposed"
+    assert queries.open_actions_text([waiting, other], record).startswith("2 actions wait for a person (`fp8watch ")
+    assert queries.open_actions_text([proposed], record) == "1 only proposed"
+    assert queries.open_actions_text([], record) == ""
+    ended = msgspec.structs.replace(record, state="ended")
+    assert "waits" not in queries.open_actions_text([waiting], ended)
+    (row,) = queries.action_rows([waiting], now=50)
+    assert row["what became of it"] == "waiting until step 90 (30 steps would be lost now)"

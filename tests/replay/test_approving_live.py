@@ -97,7 +97,7 @@ def test_it_cannot_be_approved_after_its_moment(desk: Desk) -> None:
     assert desk.action(waiting["id"]).status == "expired"
     late = desk.call("approve", waiting["id"])
     assert late.exit_code == 3
-    assert "does not wait for anybody: too late" in late.stderr
+    assert "does not wait for anybody: expired, nobody answered" in late.stderr
     assert not desk.run.in_force
 
 

@@ -110,8 +110,8 @@ def _header(view: queries.RunView) -> None:
         notes.append(f"last step {queries.duration_text(time.time() - header.last_frame_unix)} ago")
     if not header.armed:
         notes.append("disarmed: no action will be taken")
-    if header.num_open_actions:
-        notes.append(f"{header.num_open_actions} action(s) proposed but not applied")
+    if header.open_actions:
+        notes.append(header.open_actions)
     if notes:
         st.caption("; ".join(notes))
     # Each is as wide as its text, and the row wraps at the window's edge. In columns, metrics would be cut off.
@@ -177,7 +177,8 @@ def _findings(view: queries.RunView) -> None:
 def _actions(view: queries.RunView) -> None:
     st.markdown(f"##### Action log ({len(view.actions)})")
     if view.actions:
-        _table(queries.action_rows(view.actions), key="actions", wide="reason")
+        now = view.header.step if view.header.state == "running" else None
+        _table(queries.action_rows(view.actions, now), key="actions", wide="reason")
     else:
         st.caption("None.")
 
