@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -121,6 +123,36 @@ def test_rowwise_layers_show_them_and_tensorwise_layers_beside_them_do_not() -> 
         assert 5 < found["0.0:weight"]["scale_spread"] < 9
         assert found["0.0:input"]["blocks"] == 16
         assert found["1.0:weight"] == found["1.0:input"] == {}
+    finally:
+        source.detach()
+
+
+def test_rows_cast_with_too_large_a_scale_arrive_as_clipped(monkeypatch: pytest.MonkeyPatch) -> None:  # case: NUM-17
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_scaling_utils
+
+    from fp8watch.capture.torchao.float8 import TorchaoSource
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False))
+    convert_to_float8_training(model, config=_emulated(Float8LinearConfig.from_recipe_name("rowwise")))
+    right = float8_scaling_utils.tensor_to_scale
+
+    def wrong(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        scale = right(tensor, *args, **options)
+        if scale.shape == (16, 1):  # the rows of the input
+            scale[:5] *= 2
+        return scale
+
+    monkeypatch.setattr(float8_scaling_utils, "tensor_to_scale", wrong)
+    source = TorchaoSource(model)
+    try:
+        source.begin(with_statistics=True)
+        model(torch.randn(16, 32)).square().sum().backward()
+        reading = source.read()
+        assert reading is not None
+        place = [column.name for column in source.columns()].index("0:input")
+        assert [int(reading.values[name][place]) for name in ("blocks", "clipped_blocks")] == [16, 5]
     finally:
         source.detach()
 

@@ -125,7 +125,16 @@ def test_counts_are_those_of_the_run_without_checkpointing(reentrant):  # case: 
 
 @pytest.mark.parametrize("framework", ["emulated", "torchao"])
 @pytest.mark.parametrize("creates_graph", [False, True])
-def test_no_activation_or_gradient_outlives_its_step(framework, creates_graph):  # case: HOK-07
+def test_no_activation_or_gradient_outlives_its_step(framework, creates_graph, monkeypatch):  # case: HOK-07
+    inner: list[weakref.ref[torch.Tensor]] = []
+    """Sources of casts inside the model."""
+    on_values = EmulatedSource.on_values
+
+    def noted(self: EmulatedSource, *args: Any, values: torch.Tensor, **options: Any) -> None:
+        inner.append(weakref.ref(values))
+        on_values(self, *args, values=values, **options)
+
+    monkeypatch.setattr(EmulatedSource, "on_values", noted)
     if framework == "torchao":
         if blocks is None:
             pytest.skip("torchao is not installed")
@@ -165,11 +174,16 @@ def test_no_activation_or_gradient_outlives_its_step(framework, creates_graph): 
             source.read()
             model.zero_grad(set_to_none=True)
             sizes.append(live())
-            assert all(ref() is None for ref in kept)
+            assert all(ref() is None for ref in [*kept, *(ref for ref in inner if not _is_parameter(ref(), model))])
+        assert (inner != []) is (framework == "emulated")
         assert sizes[3] == sizes[-1] == sizes[-3]
     finally:
         gc.unfreeze()
         source.detach()
+
+
+def _is_parameter(tensor: torch.Tensor | None, model: nn.Module) -> bool:
+    return tensor is not None and any(tensor is parameter for parameter in model.parameters())
 
 
 def test_an_in_place_activation_after_a_watched_layer():  # case: HOK-08
