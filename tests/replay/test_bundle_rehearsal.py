@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from live_run import POLICY, LiveRun
+from live_run import POLICY, LiveRun, Numbers
 from typer.testing import CliRunner
 
 from fp8watch.cli import build
@@ -25,7 +25,7 @@ BREAKS_AT = 600
 LAST_SAVED = 300
 """Before the window, which begins 256 steps before the onset."""
 ASKS = POLICY.replace("mode: auto", "mode: approve")
-PATIENT = POLICY.replace("mode: auto", "mode: auto\nhealthy_steps: 100")
+PATIENT = POLICY.replace("mode: auto", "mode: auto\nhealthy_steps: 215")
 
 
 class SavesEarly(LiveRun):
@@ -37,19 +37,22 @@ class SavesEarly(LiveRun):
 
 
 def _numbers(step: int, run: LiveRun) -> dict[str, float]:
-    if step == 150:
-        return {"loss": float("nan")}  # an incident before the window, whose checkpoints are not sound
+    if step in {150, 500}:
+        return {"loss": float("nan")}  # other incidents, before the window and in it
     return {"loss": float("nan"), "param_nonfinite": 3.0} if step >= BREAKS_AT else {}
 
 
 @pytest.fixture(scope="module")
 def incident(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The store of a run and the bundle of its last incident."""
-    home = tmp_path_factory.mktemp("home")
+    return made(tmp_path_factory.mktemp("home"), _numbers)
+
+
+def made(home: Path, numbers: Numbers) -> tuple[Path, Path]:
     path = home / "runs" / "r" / "store.sqlite"
     path.parent.mkdir(parents=True)
     with contextlib.closing(SqliteStore(path)) as store:
-        run = SavesEarly(store, ASKS, _numbers, ranks=1)
+        run = SavesEarly(store, ASKS, numbers, ranks=1)
         run.hello()
         run.train(BREAKS_AT + 60)
         run.end()
@@ -87,7 +90,30 @@ def test_store_and_bundle_rehearse_alike(incident: tuple[Path, Path], policy: st
     assert cost["checkpoints"] == "as recorded"
     assert of_bundle[0]["action"] == "rollback"
     assert of_bundle[0]["kind"] == ("wait" if policy is ASKS else "apply")
-    assert of_bundle[0]["params"]["checkpoint_step"] == LAST_SAVED
+    # For the patient one, those of after 284 have the incident of step 500 within their healthy steps.
+    assert of_bundle[0]["params"]["checkpoint_step"] == (280 if policy is PATIENT else LAST_SAVED)
+
+
+def test_what_was_unsound_before_the_window_is_no_target_in_it(tmp_path: Path) -> None:
+    def numbers(step: int, run: LiveRun) -> dict[str, float]:
+        return {"loss": float("nan")} if step == LAST_SAVED else _numbers(step, run)
+
+    store, bundle = made(tmp_path, numbers)
+    of_bundle, _ = rehearsed(bundle, POLICY)
+    assert of_bundle == rehearsed(store, POLICY, first_step(bundle))[0]
+    assert of_bundle[0]["params"]["checkpoint_step"] < LAST_SAVED
+
+
+def test_a_bundle_tells_all_decisions_of_its_steps(incident: tuple[Path, Path]) -> None:
+    def decided(path: Path) -> list[dict[str, Any]]:
+        out = io.StringIO()
+        assert replay([path], out=out, err=io.StringIO(), decisions=True) == 0
+        rows = [json.loads(line) for line in out.getvalue().splitlines()]
+        return [row for row in rows if row["step"] >= first_step(incident[1])]
+
+    lines = decided(incident[1])
+    assert len({line["incident"] for line in lines if line["incident"]}) == 2
+    assert lines == decided(incident[0])
 
 
 def test_what_the_run_could_not_do_a_bundle_does_not_propose(
