@@ -91,7 +91,7 @@ def build() -> models.Dashboard:
 
 def text() -> str:
     """The content of the dashboard file."""
-    return JSONEncoder(sort_keys=True, indent=2).encode(build()) + "\n"
+    return JSONEncoder(sort_keys=True, indent=1).encode(build()) + "\n"
 
 
 def main() -> None:

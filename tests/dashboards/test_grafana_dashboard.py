@@ -59,7 +59,7 @@ def test_the_committed_file_is_current():
 def test_the_file_survives_a_round_trip_through_the_schema():
     """The SDK drops keys it does not know and refuses wrong types, so equality is strictness."""
     register_default_plugins()
-    again = JSONEncoder(sort_keys=True, indent=2).encode(models.Dashboard.from_json(BOARD)) + "\n"
+    again = JSONEncoder(sort_keys=True, indent=1).encode(models.Dashboard.from_json(BOARD)) + "\n"
     assert again == grafana.text()
 
 
