@@ -139,6 +139,7 @@ def report(rows: list[dict[str, Any]], again: list[list[dict[str, Any]]], chosen
         "decided_steps": _counts(steady, "decided_steps"),
         "known_steps": _counts(rows, "known_steps"),
         "by_clock_decided_steps": _counts([row for row in rows if row["by_clock"]], "decided_steps"),
+        "carried_out": dict(sorted(Counter(what["action"] for row in rows for what in row["log"]).items())),
         "hardly_carried_out": hardly_carried_out(rows),
         "held_up": sum(row.get("held_up", 0) for row in rows),
         "never_known": sum(row.get("never_known", 0) for row in rows),
@@ -161,8 +162,7 @@ def _counts(rows: list[dict[str, Any]], name: str) -> dict[str, int]:
 
 def tell(found: dict[str, Any]) -> None:
     rows = found["rows"]
-    carried_out = Counter(what["action"] for row in rows for what in row["log"])
-    print(f"{found['passed']} of {len(rows)} sequences passed; carried out: {dict(sorted(carried_out.items()))}")
+    print(f"{found['passed']} of {len(rows)} sequences passed; carried out: {found['carried_out']}")
     print(
         f"of {found['played_again']} played again, {found['differing_decisions']} came to other decisions and "
         f"{found['differing_parameters']} to other parameters"

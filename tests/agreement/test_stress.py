@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,6 @@ def test_after_random_faults_and_actions_all_ranks_hold_the_same(
     assert max(map(int, found["decided_steps"])) <= 5
     assert max(map(int, found["known_steps"])) <= 5
     # A run in which nothing happens would pass as well.
-    carried_out = Counter(what["action"] for row in rows for what in row["log"])
+    carried_out = found["carried_out"]
     assert sum(carried_out.values()) >= 15
     assert carried_out["rollback"] >= 3
