@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from result_head import head, interval
+from result_head import as_text, head, interval
 
 from fp8watch.identity import Identity
 from fp8watch.settings import Settings
@@ -50,7 +50,7 @@ def main() -> int:
         return as_rank(chosen.blocks, chosen.steps, chosen.out)
     rows = [row for ranks in chosen.ranks for row in measure(ranks, chosen.blocks, chosen.steps)]
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(report(rows), indent=1) + "\n")
+    chosen.out.write_text(as_text(report(rows)))
     for row in rows:
         low, high = row["added_ci95"]
         print(

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from result_head import head
+from result_head import as_text, head
 
 PATH = Path(__file__).parent / "results" / "detection.json"
 
@@ -26,4 +26,4 @@ def merge(section: str, command: str, rows: Sequence[dict[str, Any]]) -> None:
     own = [{"section": section, "command": head["command"], **row} for row in rows]
     commands = sorted({row["command"] for row in [*kept, *own]})
     content = head | {"command": "; ".join(commands), "rows": [*kept, *own]}
-    PATH.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    PATH.write_text(as_text(content))

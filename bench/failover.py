@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from result_head import head, redis_version
+from result_head import as_text, head, redis_version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 import cluster_parts as parts
@@ -50,7 +50,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     report = head(redis=redis_version()) | {"rows": [row]}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(report, indent=1) + "\n")
+    chosen.out.write_text(as_text(report))
     print(json.dumps({key: value for key, value in row.items() if key != "takeover_seconds"}))
     return 0 if row["pass"] else 1
 

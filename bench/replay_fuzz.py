@@ -197,6 +197,7 @@ def check(path: Path) -> int:
 
 def main() -> int:
     import detection_result
+    from result_head import as_text
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=100_000)
@@ -228,7 +229,7 @@ def main() -> int:
     }
     print(row)
     command = " ".join(["bench/replay_fuzz.py", *sys.argv[1:]])
-    OUT.write_text(json.dumps(detection_result.header(command) | {"rows": [row]}, indent=1) + "\n")
+    OUT.write_text(as_text(detection_result.header(command) | {"rows": [row]}))
     return 0
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import detection_result
 import numpy as np
+from result_head import as_text
 
 from fp8watch import columns
 from fp8watch.controller.stores.sqlite import SqliteStore
@@ -190,7 +191,7 @@ def main() -> int:
             print(rows[-1], flush=True)
     if chosen.ten_million:
         head, rows = beside(chosen.out, head, rows)
-    chosen.out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    chosen.out.write_text(as_text(head | {"rows": rows}))
     return 0 if all(row["pass"] for row in rows) else 1
 
 

@@ -10,7 +10,6 @@ parameters' checksum afterwards, and restores random state and data position. Th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_head import head, interval
+from result_head import as_text, head, interval
 from torch import nn
 
 from fp8watch.checkpoints import Checkpoints
@@ -47,7 +46,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         row = measure(model, optimizer, Path(folder), chosen.rounds)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(report([row]), indent=1) + "\n")
+    chosen.out.write_text(as_text(report([row])))
     low, high = row["ci95"]
     print(
         f"{row['name']} {row['shape']}: plain {row['bare_ms']:.0f} ms, rollback {row['watched_ms']:.0f} ms, "

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-from result_head import head, redis_version
+from result_head import as_text, head, redis_version
 from scale_run import measure_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
@@ -86,7 +86,7 @@ def main() -> int:
         rows.append(measured(measure_run))
     report = head(redis=redis_version()) | {"rows": rows}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(report, indent=1) + "\n")
+    chosen.out.write_text(as_text(report))
     return 1 if any(row["pass"] is False for row in rows) else 0
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import logging
 import os
 import pstats
@@ -38,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from capture_cost import measure_cpu
-from result_head import head
+from result_head import as_text, head
 from torch.utils._python_dispatch import TorchDispatchMode
 
 UPDATE = "fused_amax_and_scale_update_after_reduction"
@@ -318,7 +317,7 @@ def main() -> int:
     print(f"a counted cast: {cast_us:.1f} us without its kernel, {cold_us:.1f} us with nothing of it in the caches")
     if chosen.out is not None:
         result = head(torch=torch.__version__) | {"rows": rows}
-        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+        chosen.out.write_text(as_text(result))
     return 0
 
 
