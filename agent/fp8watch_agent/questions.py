@@ -7,6 +7,8 @@ is sent again by a process that was restarted.
 
 from __future__ import annotations
 
+from collections import deque
+
 from fp8watch import action_words
 from fp8watch.records import ActionRecord, Stored
 
@@ -19,7 +21,7 @@ class Questions:
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
-        self._unsaid: list[str] = []
+        self._unsaid: deque[str] = deque(maxlen=MAX_UNSAID)
 
     def hear(self, record: Stored) -> None:
         """Note a question, or its end without a deed."""
@@ -28,11 +30,12 @@ class Questions:
         text = _text(record)
         if text:
             self._told.add((record.id, record.status))
-            self._unsaid = [*self._unsaid, text][-MAX_UNSAID:]
+            self._unsaid.append(text)
 
     def take(self) -> list[str]:
         """The texts since the last call, oldest first."""
-        taken, self._unsaid = self._unsaid, []
+        taken = list(self._unsaid)
+        self._unsaid.clear()
         return taken
 
 

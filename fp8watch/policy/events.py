@@ -13,15 +13,10 @@ from fp8watch.policy.state import InForce, PolicyState, Returned, Track
 from fp8watch.policy.view import View
 
 
-def _rung(policy: Policy, track: Track) -> Rung | None:
-    rule = next((rule for rule in policy.rules if rule.name == track.rule), None)
-    return rule.ladder[track.rung] if rule is not None and track.rung < len(rule.ladder) else None
-
-
 def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> PolicyState:
     """All ranks applied it and read it back: the settling window begins, and the budgets are charged."""
     tracks = state.tracks_of(action_id, "sent")
-    rung = _rung(policy, tracks[0]) if tracks else None
+    rung = policy.rung_at(tracks[0].rule, tracks[0].rung) if tracks else None
     if rung is None:
         return state
     track = tracks[0]
@@ -30,7 +25,7 @@ def applied(policy: Policy, state: PolicyState, view: View, action_id: str) -> P
     # A rollback is judged once the replay has passed the onset, not while it repeats known good steps.
     replay = max(0, int(track.params["onset_step"]) - int(track.params["checkpoint_step"])) if checkpoint else 0
     for item in tracks:
-        steps = (_rung(policy, item) or rung).settle_steps
+        steps = (policy.rung_at(item.rule, item.rung) or rung).settle_steps
         settled = replace(
             item,
             phase="settling",
@@ -72,7 +67,7 @@ def taken_over(
     `returned`: its layers that are not in force any more. `applied_seen`: when it was applied, in observed steps, of
     which `seen` is now. How often a hold had grown is not known any more.
     """
-    known = next((item for item in policy.rules if item.name == rule), None)
+    known = policy.rule_named(rule)
     ladder = known.ladder if known is not None else ()
     taken = ((at, item) for at, item in enumerate(ladder) if item.action == action and item.mode != "observe")
     index, rung = next(taken, (0, None))
@@ -126,7 +121,7 @@ def failed(policy: Policy, state: PolicyState, action_id: str, why: str, *, was_
     if not tracks:
         return state
     track = tracks[0]
-    rung = _rung(policy, track)
+    rung = policy.rung_at(track.rule, track.rung)
     if was_applied and rung is not None and rung.revertible:
         layers = tuple(track.params.get("layers", ()))
         left = InForce(action_id=action_id, action=track.action, rule=track.rule, params=track.params, layers=layers)

@@ -27,11 +27,8 @@ def asked_already(
     for track in state.tracks:
         if track.phase != "waiting" or track.asked_for or track.trouble.incident == trouble.incident:
             continue
-        rule = next((rule for rule in policy.rules if rule.name == track.rule), None)
-        if rule is None or track.rung >= len(rule.ladder):
-            continue
-        other = rule.ladder[track.rung]
-        if (other.action, track.trouble.rank, _what(other, track.params)) == wanted:
+        other = policy.rung_at(track.rule, track.rung)
+        if other is not None and (other.action, track.trouble.rank, _what(other, track.params)) == wanted:
             return track
     return None
 

@@ -156,6 +156,15 @@ class Policy(Strict):
         """How long this rule's actions wait for a person, and what happens then."""
         return rule.approval or self.approval
 
+    def rule_named(self, name: str) -> Rule | None:
+        """The rule of this name; None: this file has none."""
+        return next((rule for rule in self.rules if rule.name == name), None)
+
+    def rung_at(self, rule: str, index: int) -> Rung | None:
+        """A rung of the ladder of the rule of this name; None: behind the ladder's end, or there is no such rule."""
+        known = self.rule_named(rule)
+        return known.ladder[index] if known is not None and index < len(known.ladder) else None
+
     def rule_mode(self, rule: Rule) -> Mode:
         """The mode in force for a rule."""
         return lower_mode(self.mode, rule.mode)

@@ -65,11 +65,10 @@ class Turn:
         self.decisions.append(Decision(kind="note", action_id="", action="", rule=rule, trouble=trouble, reason=why))
 
     def _rule(self, track: Track) -> Rule | None:
-        return next((rule for rule in self.policy.rules if rule.name == track.rule), None)
+        return self.policy.rule_named(track.rule)
 
     def _rung(self, track: Track) -> Rung | None:
-        rule = self._rule(track)
-        return rule.ladder[track.rung] if rule and track.rung < len(rule.ladder) else None
+        return self.policy.rung_at(track.rule, track.rung)
 
     def _refusal(self, rung: Rung) -> str | None:
         return refusal(

@@ -36,7 +36,7 @@ def why_unresolved(policy: Policy, state: PolicyState, view: View, incident: str
 
 def _why_hurt(policy: Policy, view: View, track: Track) -> str | None:
     """The ladder has ended without success: the loss has to come back by itself, where its rule looks at the loss."""
-    rule = next((rule for rule in policy.rules if rule.name == track.rule), None)
+    rule = policy.rule_named(track.rule)
     limit = _wanted_loss(rule) if rule is not None else None
     if limit is None:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 
 import msgspec
 
@@ -139,10 +140,10 @@ def _rows_of_frames(store: Store, incident: Incident) -> list[Row]:
 
 
 def _healthy_steps(policy: str | None) -> int:
-    try:
-        return parse(policy).healthy_steps if policy else Policy(version=1).healthy_steps
-    except BadInput:  # of another version
-        return Policy(version=1).healthy_steps
+    known = Policy(version=1)
+    with suppress(BadInput):  # of another version
+        known = parse(policy) if policy else known
+    return known.healthy_steps
 
 
 def _undecided(ledger: Ledger) -> list[CheckpointRecord]:
